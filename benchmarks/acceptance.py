@@ -10,8 +10,6 @@ At temperature 0 every text must equal plain decoding's. Methods that learn star
 Heads that are missing, and methods that need files (--datastore, --other-draft), are skipped with a message.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

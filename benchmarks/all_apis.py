@@ -10,8 +10,6 @@ bad values, are too large or end early; prompts that are too long. An answer is 
 status than the request deserves, or is a stream without its end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -6,8 +6,6 @@ It prints "ready", waits for a line, attacks, and prints as JSON the number of a
 addresses are attacked. It needs the standard library alone.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import random

@@ -10,8 +10,6 @@ than doubled, if resident memory half a minute later was more than 5 % above its
 answer was not the expected one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -6,8 +6,6 @@ Prints a line for each: the verdict, and the outcome of every check. Budgets are
 other work on the machine only reduces the power of the tests.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any

@@ -16,8 +16,6 @@ of other requests it never copies.
 are also in "propose" and "other".
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import defaultdict

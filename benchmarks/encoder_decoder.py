@@ -8,8 +8,6 @@ transformers drafts for one sequence. Beside them, passes of the decoder alone a
 products alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -10,8 +10,6 @@ both sides of the audit are one server without speculation, so every check that 
 server begins with other prompts. A second start with the same ``--output`` and options goes on where the first ended.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence

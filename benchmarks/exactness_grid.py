@@ -6,8 +6,6 @@ difference is examined: does a tie explain it? ``--short`` tries every proposer 
 instruction-set level that ``foretoken info`` lists: ``FORETOKEN_CPU=avx2 python benchmarks/exactness_grid.py --short``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

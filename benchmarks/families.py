@@ -8,8 +8,6 @@ batches with draft trees equal its logits alone. Sizes and layers are those of t
 Markdown; `docs/reference/families.md` has its summary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

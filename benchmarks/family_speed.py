@@ -8,8 +8,6 @@ transformers' module. Steps of one row after 64 tokens alternate between the two
 no time for it.
 """
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ memory after that, less what was resident before. Prompts fill the KV cache that
 at most 2,048 tokens or of ``max_model_len``, or as many as ``kv_cache_memory_bytes`` holds.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

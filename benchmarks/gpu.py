@@ -4,8 +4,6 @@ The most important figures come first; parts for which no time is left are liste
 decoding. ``--small`` runs on any device, where calls of the driver are not counted and the figures mean nothing.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

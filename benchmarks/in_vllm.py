@@ -19,8 +19,6 @@ complete, and on the same after their own text, to be repeated. In bf16 (`--dtyp
 row and over several round differently, so texts may diverge with any proposer.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Sequence

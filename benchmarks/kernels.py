@@ -1,7 +1,5 @@
 """The least time that a pass could take: that of reading memory, and of multiplying alone."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import partial
 from pathlib import Path

@@ -14,8 +14,6 @@ Memory is that of the process less what it had after its imports: the highest wh
 afterwards, and the highest by the end of the text. "Engine" builds models, tokenizer and warm-up from loaded files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

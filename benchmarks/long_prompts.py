@@ -8,8 +8,6 @@ the memory of a prompt depends on what the positions were trained for. Engines r
 of its own; where memory does not hold all of them, they are loaded again. No prefix cache is used.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

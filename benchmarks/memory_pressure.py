@@ -7,8 +7,6 @@ third of the steps another part of the process allocates nearly all that is left
 allocation beyond the limit would fail. The texts must equal those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import mmap
 import resource
 from collections import defaultdict

@@ -4,8 +4,6 @@ A mutant names a file under src/foretoken, the text to replace, and the tests th
 exactly once, so that an outdated table is an error. The exit code is 1 if any mutant survives.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -10,8 +10,6 @@ slow for one as for the other; both are end to end, prompts included, end-of-tex
 tokens per second over all batches of a repeat; of a cell, the repeats' median.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Options that several scripts have, and the models and prompts that they name."""
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Container, Iterator

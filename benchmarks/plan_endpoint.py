@@ -11,8 +11,6 @@ so few; ``--unseen`` takes others. A server that can choose the draft length for
 are started once for each length, and what the longer draft length alone predicts is compared as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

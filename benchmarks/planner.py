@@ -10,8 +10,6 @@ are replaced by waiting ones, so that batches stay full. Errors are relative to 
 bundled target widened to 0.7b with its heads.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ Schemes are rounded on loading, by ``foretoken quantize`` and by ``foretoken qua
 Folders include the vocabulary head (``--lm-head``), as rounding on loading does.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

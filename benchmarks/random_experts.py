@@ -7,8 +7,6 @@ The shapes are those of Qwen3-30B-A3B and gpt-oss-20b with fewer and narrower la
 and the tokenizer is the bundled one. The whole model is in memory while it is written, 6 GB in bfloat16.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

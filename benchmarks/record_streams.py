@@ -7,8 +7,6 @@ each token it keeps what the draft model or head would have done there: the prob
 that token is right, and the probability that a sampled draft token is accepted.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -12,8 +12,6 @@ With a wheel (``make wheel``, built from these sources by Zig), each scheme runs
 compiled here. Logits of these, and of packed and raw bfloat16, must be equal bit by bit, or the exit code is 1.
 """
 
-from __future__ import annotations
-
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Servers of ours and of other engines, with a draft model or without, and a client that can watch and disconnect."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

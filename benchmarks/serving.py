@@ -10,8 +10,6 @@ replicas on a private Ray cluster nothing is cancelled, replicas are killed, and
 Every part starts its own server and talks to it over HTTP, as clients do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

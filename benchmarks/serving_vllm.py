@@ -12,8 +12,6 @@ vLLM needs ``make peers PEERS=vllm``; it gets both cores and, where they are the
 (Intel's OpenMP of its environment, tcmalloc of the system). Without ``--vllm-depth`` it decodes plainly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby

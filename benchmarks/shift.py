@@ -7,8 +7,6 @@ texts are the same and only the drafts differ. "tests" are the standard library'
 both are missing or rare in the bundled draft's training data.
 """
 
-from __future__ import annotations
-
 import ast
 import sysconfig
 from collections.abc import Iterator

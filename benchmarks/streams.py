@@ -14,8 +14,6 @@ Figures are total tokens over total seconds relative to plain decoding. Systems 
 request, and start empty. The policy learns within the stream, apart from the warm-up of every ``LLM``.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

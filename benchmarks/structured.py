@@ -4,8 +4,6 @@ A request is valid if it ended by itself and its text is JSON that jsonschema ac
 are bounded, numbers too, so that every text must end.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ generates similar texts repeatedly. They are added one by one; then others are d
 them would, and every draft is timed. The bound is below the total size, so that the oldest requests are evicted.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Annotated

@@ -3,8 +3,6 @@
 Each engine is a process of its own. It writes the same greedy text in every case, and the texts are compared.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Iterator, Sequence

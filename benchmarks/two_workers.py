@@ -12,8 +12,6 @@ Systems take turns on every prompt, in rotating order. Texts must be equal token
 Where both workers share a machine, drafting ahead takes cores from the target, which the speed includes.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

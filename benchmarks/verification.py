@@ -6,8 +6,6 @@ Random numbers are recomputed in every call; within a step, verification reuses 
 The logits are synthetic: the token of rank k lies ``slope`` log k below the top, in a random order for each row.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence

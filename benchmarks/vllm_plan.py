@@ -10,8 +10,6 @@ percent. Finally a new vLLM process runs the configuration that the plan of the 
 start it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ else the machine does meets all alike. A ratio is the median over the rounds of 
 round. With --history each prompt has that many tokens. With --busy that many other processes compute meanwhile.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import combinations
 from statistics import median

@@ -1,7 +1,5 @@
 """Exact speculative decoding for Hugging Face models."""
 
-from __future__ import annotations
-
 import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

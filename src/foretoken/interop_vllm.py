@@ -9,8 +9,6 @@ from the batch counts as finished. Logits, for proposers that learn from them, a
 drafts are chains: the path of a tree with the largest sum of probabilities. It verifies them as fixed candidates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields

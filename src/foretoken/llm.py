@@ -1,7 +1,5 @@
 """``LLM``: a target model, a proposer, and the engine that runs them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Outputs of requests, with statistics of speculation."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

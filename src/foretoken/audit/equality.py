@@ -5,8 +5,6 @@ per seed, with and without speculation, at every depth, alone and in a batch. Se
 itself are accepted whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product

@@ -5,8 +5,6 @@ recursive rejection sampling does (2305.09781), for every kind of draft: a fixed
 one-hot distribution, so it is accepted with probability p(x), and x is removed from p when it is rejected.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

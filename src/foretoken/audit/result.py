@@ -1,7 +1,5 @@
 """The result of an audit: an outcome, figures and one line of evidence per check."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum

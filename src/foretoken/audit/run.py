@@ -1,7 +1,5 @@
 """``audit``: runs all checks within a time budget."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ The test of single tokens conditions on the past. The prefix check samples one p
 tokens with their enumerated joint distribution: it finds texts that should be independent and are not.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Timing of tasks in one run, interleaved so that drift of the machine affects all equally, and of single methods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep

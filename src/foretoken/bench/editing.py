@@ -5,8 +5,6 @@ next token of the edited text is made the most probable. Passes, caches and veri
 knows the output.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Output of a benchmark: tables of figures, the setting of the run, and its record as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results as offline HTML pages and as tables for a terminal: races, the table of benchmarks, a server under load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any

@@ -4,8 +4,6 @@ The entrants are our configurations and each peer, plain and at every draft leng
 suffices, otherwise those that are needed soonest.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing

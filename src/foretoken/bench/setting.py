@@ -1,7 +1,5 @@
 """The setting that is published with every figure: machine, versions, date and command."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

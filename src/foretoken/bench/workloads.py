@@ -1,7 +1,5 @@
 """Prompts of the benchmarks: bundled Python functions, alone or after other text, prompts from a file, and repairs."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable

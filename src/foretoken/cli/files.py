@@ -1,7 +1,5 @@
 """Input and output of commands: standard input, and files whose folders are checked before the work begins."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Commands whose options are the fields of dataclasses."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -1,7 +1,5 @@
 """``foretoken keys``: the API keys of a server's key file."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

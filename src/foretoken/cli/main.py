@@ -1,7 +1,5 @@
 """The ``foretoken`` command: its subcommands, and its exit codes."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -1,7 +1,5 @@
 """Shows ``StreamPiece``s: the origin of each character, and its style."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A speculative configuration in the form of other engines, from one table per engine."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence

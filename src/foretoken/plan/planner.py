@@ -6,8 +6,6 @@ of the same kind. They include the spread between requests twice, of the sample 
 times. See ``statistics``.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence

@@ -4,8 +4,6 @@ A request is a text with both models' distributions at its tokens. Every statist
 Acceptance is regressed on it over requests. Its error is that of predicting a request that was not in the fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Sampled trees, and proposers that learn from the target's logits, run with the t
 ``sample``.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

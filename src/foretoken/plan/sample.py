@@ -14,8 +14,6 @@ of the text tell nothing more about S_k.) The probability that a step begins at 
 expected number of steps. Nothing is sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -6,8 +6,6 @@ draft as fast as this one, one target serves one request, and the acceptance of 
 since the last token of the target's own. The speedup measured here is listed as "local".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -6,8 +6,6 @@ with Satterthwaite's degrees of freedom for requests of unequal length (Bell and
 fewer where a long one dominates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache

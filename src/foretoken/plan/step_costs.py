@@ -3,8 +3,6 @@
 A step includes drafting, the target's pass, sampling distributions, verification and the KV cache.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Nothing raises for a server's behaviour: a request ends with an answer, a refusa
 with the reason, and the analyses decide what that means.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

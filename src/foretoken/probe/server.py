@@ -1,7 +1,5 @@
 """A server and one way to decode on it, plain or speculative: names of parameters, requests, and abilities."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ A wave is sent at once. Its window begins when its last stream has its first tok
 Every pass inside it decodes all sequences, so that the measured time includes no prompt and no smaller batch.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """HTML page of an audit: the verdict, each check with its evidence and power, and points of divergence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """Pages: the templates of ``templates/``, recorded values as text, and access to records of other versions."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """HTML page of a simulation: the speedup of each strategy, by the value that was varied."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HTML page of a generated text: origin and probabilities of every token, and a timeline of the decode steps."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ thread of its own. Requests that use an adapter when it is unloaded keep it; its
 ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence

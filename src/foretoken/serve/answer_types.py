@@ -1,7 +1,5 @@
 """Types of answers: OpenAI's objects, with metrics added. They are plain dictionaries at run time."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on

@@ -1,7 +1,5 @@
 """The FastAPI apps of one model, and of several behind one address: routes, middlewares and error handlers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers that are lists of blocks, one after another, for /v1/messages and /v1/responses."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """Answers of /v1/completions and /v1/chat/completions, whole and as chunks."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

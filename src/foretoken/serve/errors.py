@@ -1,7 +1,5 @@
 """Errors in OpenAI's format, {"error": {"message", "type", "param", "code"}}, and under /v1/messages in Anthropic's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Parses and validates JSON bodies; errors name the field as it was sent."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

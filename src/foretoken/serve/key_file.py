@@ -4,8 +4,6 @@ Changes to a file are made one at a time, and each leaves a complete file that o
 of the server's packages, so that ``foretoken keys`` starts quickly and works without them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The API keys that a server accepts, what each key may do, and its rates."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging

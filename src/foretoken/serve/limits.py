@@ -1,7 +1,5 @@
 """Checks before every request: host, API key, rates, sizes and concurrency."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

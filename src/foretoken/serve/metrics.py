@@ -1,7 +1,5 @@
 """Statistics of the server: speculation of each request, and Prometheus metrics of all requests."""
 
-from __future__ import annotations
-
 import threading
 import time
 from bisect import bisect_left

@@ -3,8 +3,6 @@
 A parser of the model's family (``parsers``) turns the text into events while it is generated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Errors name parameters as the client sent them. The server runs this in a thread
 process. This module must not import torch, so that the side process starts quickly.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """Prompts: conversations by a chat template, the tools they offer, and fill-in-the-middle."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Sequence
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """The request body of /v1/responses, its input items, and its conversion to a chat."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast

@@ -1,7 +1,5 @@
 """All routes of the app."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal

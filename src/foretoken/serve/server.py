@@ -1,7 +1,5 @@
 """Runs the app on a socket, with bounded request heads and a graceful shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """State that the routes of one app share, and the path of a request from a route into the engine."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -3,8 +3,6 @@
 Imports nothing heavy, so that errors are raised at once; options of ``foretoken serve`` are generated from them.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import re

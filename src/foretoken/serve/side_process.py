@@ -5,8 +5,6 @@ process for each body, with limits on its CPU time and memory and a lower priori
 is freed with its process. POSIX only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

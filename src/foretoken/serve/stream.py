@@ -1,7 +1,5 @@
 """Sends answers, whole or as server-sent events, until the client disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from abc import ABC, abstractmethod

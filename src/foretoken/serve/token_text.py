@@ -1,7 +1,5 @@
 """Tokens in answers: their bytes, log-probabilities in both of OpenAI's formats, and records of decode steps."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The loop hands over requests by a queue; the thread hands back pieces, and notif
 for the other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

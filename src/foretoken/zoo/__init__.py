@@ -1,7 +1,5 @@
 """The bundled models: small models trained on the source of the Python standard library, and a head for SmolLM2."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A licence is "unknown" where the source states none. ``source`` is the page that names the pair, or "bundled".
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterable

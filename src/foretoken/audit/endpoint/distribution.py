@@ -6,8 +6,6 @@ of the tokens beyond the likeliest ones is unknown; then the distribution is con
 likeliest, which is known before it is sampled, and others are skipped.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

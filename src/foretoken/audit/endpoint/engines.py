@@ -4,8 +4,6 @@ A worker in the engine's environment (``bench/peers``) takes the bodies of ``/v1
 would. Requests that are sent at once are one batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace

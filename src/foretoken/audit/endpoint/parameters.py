@@ -3,8 +3,6 @@
 They are stop strings, lengths, seeds, choices, streams, forbidden words, repetition penalties and JSON.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """``audit_endpoint``: audits the speculation of an OpenAI-compatible server from outside."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

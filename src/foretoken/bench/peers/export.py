@@ -1,7 +1,5 @@
 """Converts a checkpoint into the formats of peers with their own tools, and caches the results."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

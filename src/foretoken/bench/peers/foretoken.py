@@ -1,7 +1,5 @@
 """Foretoken as its users call it: ``LLM.stream`` on one prompt or several."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 from time import perf_counter

@@ -1,7 +1,5 @@
 """llama.cpp through its own server, one prompt at a time; timings are those that the server reports."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

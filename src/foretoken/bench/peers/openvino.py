@@ -1,7 +1,5 @@
 """OpenVINO GenAI on a model that optimum-intel exported (see ``export.py``)."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The process receives a ``Setup`` and replies ``{"ready": version}``; then it rep
 ``Answer``, or with ``{"error": reason}``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

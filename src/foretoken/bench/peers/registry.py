@@ -1,7 +1,5 @@
 """The systems that can race: their capabilities and environments."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

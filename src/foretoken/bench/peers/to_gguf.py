@@ -3,8 +3,6 @@
 ``LLAMA_CPP`` is the folder of llama.cpp's source, and ``TYPE`` is f32, f16 or bf16.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

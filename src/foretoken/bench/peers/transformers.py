@@ -1,7 +1,5 @@
 """transformers' ``generate`` as documented: plain, with an assistant model, or with prompt lookup."""
 
-from __future__ import annotations
-
 from time import perf_counter
 from typing import Any
 

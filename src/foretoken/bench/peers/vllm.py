@@ -3,8 +3,6 @@
 Prefix caching is off, since repeats would hit the prefix cache.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The parent's side of a peer's process: started once, stopped while other systems are measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

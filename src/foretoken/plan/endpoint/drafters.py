@@ -1,7 +1,5 @@
 """Other drafters on the texts that a server wrote: those that copy text, and models with a checkpoint here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

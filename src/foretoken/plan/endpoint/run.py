@@ -1,7 +1,5 @@
 """``plan_endpoint``: plans the speculation of an OpenAI-compatible server from outside."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

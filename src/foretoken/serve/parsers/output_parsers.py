@@ -1,7 +1,5 @@
 """Parsers of an answer: reasoning, function calls, and OpenAI's harmony format."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Values of function arguments and tags, in text that arrives in pieces."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The private Ray cluster of one server, and the number of its replicas. Does not import Ray."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Sequence

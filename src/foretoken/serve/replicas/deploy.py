@@ -1,7 +1,5 @@
 """Starts, calls and ends replicas on Ray Serve, and routes requests to them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

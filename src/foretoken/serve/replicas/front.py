@@ -5,8 +5,6 @@ request alone is generated again by another replica, and the part that was alrea
 with an error event.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """One replica: an engine with its worker and app in its own process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
