@@ -24,8 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.output import figures, report, wide_console
-from foretoken.bench.setting import cores
+from foretoken.bench.output import cores, figures, report, wide_console
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context

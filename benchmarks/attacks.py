@@ -28,8 +28,7 @@ import typer
 from rich.table import Table
 
 from attackers import ATTACKS
-from foretoken.bench.output import figures, report
-from foretoken.bench.setting import resident_bytes
+from foretoken.bench.output import figures, report, resident_bytes
 from foretoken.bench.workloads import FUNCTIONS
 from options import Output
 from servers import Answer, ask, serving, talking

@@ -19,8 +19,7 @@ from exactness_grid import ALL
 from foretoken import LLM, zoo
 from foretoken.audit import Audit, CheckOutcome, audit
 from foretoken.audit.implementations import Assisted
-from foretoken.bench.output import figures, report
-from foretoken.bench.setting import cores
+from foretoken.bench.output import cores, figures, report
 from foretoken.bench.workloads import load_prompts
 from foretoken.speculation import SpeculativeConfig
 from options import Config, Output, Prompts, label, with_models

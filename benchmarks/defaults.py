@@ -33,9 +33,8 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.clock import Stopwatch
-from foretoken.bench.output import figures, report
-from foretoken.bench.setting import cores
+from foretoken.bench.measure import Stopwatch
+from foretoken.bench.output import cores, figures, report
 from foretoken.bench.workloads import FUNCTIONS, encoded_prompts
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.outputs import StreamPiece

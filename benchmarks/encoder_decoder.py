@@ -18,13 +18,12 @@ import typer
 from rich.progress import track
 
 from foretoken import zoo
-from foretoken.bench import tables
 from foretoken.bench.costs import Loaded, pass_costs
-from foretoken.bench.output import report
+from foretoken.bench.output import cores, report
+from foretoken.bench.page import pass_table, race_tables
 from foretoken.bench.peers.registry import PEERS
 from foretoken.bench.peers.worker import start
 from foretoken.bench.race import Config, Pairing, RaceRow, RaceTask, own, peers, race, ratios
-from foretoken.bench.setting import cores
 from foretoken.bench.workloads import Repair, repairs
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.train.widen.checkpoint import scaled
@@ -85,7 +84,7 @@ def main(
     pairing = Pairing(big, small, tuple(depth), quantization=quantization, max_length=longest, dtype=dtype)
     result = list(rows(pairing, tasks, batch, temperature, repeats, peer))
     report(
-        [*tables.race(result), tables.passes(costs)],
+        [*race_tables(result), pass_table(costs)],
         {"target": str(big), "draft": str(small), "tasks": len(tasks), "temperature": temperature},
         output,
         rows=[asdict(row) for row in result],

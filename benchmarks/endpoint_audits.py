@@ -25,9 +25,8 @@ from rich.table import Table
 from foretoken import zoo
 from foretoken.audit.endpoint import Endpoint, audit_endpoint
 from foretoken.audit.endpoint.engines import started
-from foretoken.audit.result import CheckOutcome
-from foretoken.bench.output import figures, wide_console
-from foretoken.bench.setting import setting
+from foretoken.audit.subject import CheckOutcome
+from foretoken.bench.output import figures, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.speculation import SpeculativeConfig
 from servers import engine_serving, listed_model

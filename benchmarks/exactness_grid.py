@@ -18,8 +18,7 @@ import typer
 from rich.table import Table
 
 from foretoken import LLM, CompletionOutput, SamplingParams, zoo
-from foretoken.bench.output import figures, report, wide_console
-from foretoken.bench.setting import cores
+from foretoken.bench.output import cores, figures, report, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.core.draft import Draft
 from foretoken.core.native import build

@@ -20,8 +20,8 @@ from rich.progress import track
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foretoken.bench.clock import interleaved
 from foretoken.bench.costs import scoring
+from foretoken.bench.measure import interleaved
 from foretoken.bench.output import listing, report
 from foretoken.core.errors import ForetokenError
 from foretoken.models.families.table import FAMILIES

@@ -25,11 +25,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken import zoo
-from foretoken.bench.output import listing, report
+from foretoken.bench.output import cores, listing, report
 from foretoken.bench.peers import export
 from foretoken.bench.peers.llamacpp import LlamaServer
 from foretoken.bench.peers.registry import GGUF_TYPES, PEERS
-from foretoken.bench.setting import cores
 from foretoken.bench.workloads import CONTEXTS, FUNCTIONS, ragged
 from foretoken.core.draft import Draft
 from foretoken.models.formats.checkpoint import load_tokenizer

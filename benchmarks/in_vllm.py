@@ -31,11 +31,10 @@ import typer
 from rich.progress import track
 
 from foretoken import zoo
-from foretoken.bench.output import listing, report
+from foretoken.bench.output import cores, listing, report
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.registry import OURS, PEERS
 from foretoken.bench.peers.worker import PeerError, start
-from foretoken.bench.setting import cores
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.checkpoints import convert
 from foretoken.cli.plan import OURS as OUR_CLASS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from foretoken.bench.clock import TimedTask
-from foretoken.bench.setting import cores
+from foretoken.bench.measure import TimedTask
+from foretoken.bench.output import cores
 from foretoken.core.native.build import compiled
 
 _PRODUCTS = 64  # of one vpdpbusd

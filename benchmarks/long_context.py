@@ -25,10 +25,9 @@ import typer
 from torch import Tensor
 
 from foretoken import zoo
-from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.costs import chain
-from foretoken.bench.output import listing, report
-from foretoken.bench.setting import cores, memory
+from foretoken.bench.measure import TimedTask, interleaved
+from foretoken.bench.output import cores, listing, memory, report
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder

@@ -19,8 +19,7 @@ import torch
 import typer
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.output import figures, report
-from foretoken.bench.setting import cores
+from foretoken.bench.output import cores, figures, report
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.fixed import Fixed
 from foretoken.core.devices import FreeMemory

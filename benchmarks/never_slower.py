@@ -27,8 +27,7 @@ from rich.progress import track
 from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.output import listing, report
-from foretoken.bench.setting import cores
+from foretoken.bench.output import cores, listing, report
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
 from foretoken.control.config import build

@@ -27,8 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.output import listing, report
-from foretoken.bench.setting import cores
+from foretoken.bench.output import cores, listing, report
 from foretoken.control.fixed import Fixed
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length

@@ -26,10 +26,9 @@ import torch
 import typer
 from torch import Tensor
 
-from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.costs import Loaded, chain, matrices, scoring
-from foretoken.bench.output import listing, report
-from foretoken.bench.setting import cores
+from foretoken.bench.measure import TimedTask, interleaved
+from foretoken.bench.output import cores, listing, report
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native import build
 from foretoken.models.base import Handle, Model

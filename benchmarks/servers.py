@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 
 from foretoken.bench.http_load import server_process
+from foretoken.bench.output import cores, resident_bytes
 from foretoken.bench.peers.export import gguf
 from foretoken.bench.peers.registry import PEERS
-from foretoken.bench.setting import cores, resident_bytes
 from foretoken.core.http import listed_models
 
 CONTEXT = "4096"

@@ -29,8 +29,7 @@ from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.editing import ForcedOutput, editing_tasks
-from foretoken.bench.output import figures, report
-from foretoken.bench.setting import cores
+from foretoken.bench.output import cores, figures, report
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.control.config import build
 from foretoken.core.context import Context

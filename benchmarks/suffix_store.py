@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from rich.progress import track
 
 from foretoken import zoo
-from foretoken.bench.output import figures, report
-from foretoken.bench.setting import memory
+from foretoken.bench.output import figures, memory, report
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw

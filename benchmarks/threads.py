@@ -15,11 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from foretoken.bench.output import listing, report
+from foretoken.bench.output import busy_programs, cores, listing, report
 from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import OURS, folder
 from foretoken.bench.peers.worker import PeerWorker
-from foretoken.bench.setting import busy_programs, cores
 from foretoken.models.formats.checkpoint import load_tokenizer
 from options import AsJson, Output, Repeats, Target, target_path
 

@@ -28,8 +28,7 @@ import typer
 from rich.progress import track
 
 from foretoken import zoo
-from foretoken.bench.output import listing, report
-from foretoken.bench.setting import cores
+from foretoken.bench.output import cores, listing, report
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness

@@ -18,8 +18,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from foretoken.bench.output import figures, report, wide_console
-from foretoken.bench.setting import cores
+from foretoken.bench.output import cores, figures, report, wide_console
 from foretoken.core import streams
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import NodeDistributions

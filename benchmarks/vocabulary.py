@@ -18,9 +18,8 @@ import torch
 import typer
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.clock import Stopwatch
-from foretoken.bench.output import listing, report
-from foretoken.bench.setting import busy_programs, cores
+from foretoken.bench.measure import Stopwatch
+from foretoken.bench.output import busy_programs, cores, listing, report
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
 from options import MODEL_HELP, Output, model_path

@@ -8,9 +8,8 @@ import torch
 
 from foretoken.audit.equality import greedy
 from foretoken.audit.implementations import Assisted
-from foretoken.audit.result import CheckOutcome
 from foretoken.audit.sampled import sampled
-from foretoken.audit.subject import AuditTask, CompletionSettings, noise
+from foretoken.audit.subject import AuditTask, CheckOutcome, CompletionSettings, noise
 from foretoken.core.errors import InvalidRequest
 from foretoken.speculation import SpeculativeConfig
 

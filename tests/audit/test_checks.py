@@ -18,9 +18,8 @@ from foretoken.audit.equality import (
 )
 from foretoken.audit.implementations import Foretoken
 from foretoken.audit.negative import find_error, negative
-from foretoken.audit.result import CheckOutcome
 from foretoken.audit.sampled import drawn, prefix, sampled
-from foretoken.audit.subject import AuditSpeed, CompletionSettings, noise
+from foretoken.audit.subject import AuditSpeed, CheckOutcome, CompletionSettings, noise
 from foretoken.audit.tally import ALPHA
 from foretoken.core.context import Exactness
 from foretoken.core.sampling import SamplingLaw

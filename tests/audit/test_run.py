@@ -11,9 +11,8 @@ from tests.audit.toys import drafting, subject, work
 from foretoken import LLM
 from foretoken.audit import Audit, Check, CheckOutcome, audit
 from foretoken.audit.implementations import Foretoken
-from foretoken.audit.result import CONTROL
 from foretoken.audit.run import SHARES, measured_speed
-from foretoken.audit.subject import AuditSpeed
+from foretoken.audit.subject import CONTROL, AuditSpeed
 from foretoken.core.errors import InvalidRequest
 
 PROMPTS = ["0123", "45", "678901", "2"]

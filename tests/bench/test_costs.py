@@ -12,9 +12,8 @@ from tests.drafters import drafter
 
 from foretoken import LLM, SamplingParams
 from foretoken.bench import costs as module
-from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.costs import Floor, Loaded, known, matrices, measured, pass_costs, step_cost
-from foretoken.bench.measure import step_times
+from foretoken.bench.measure import TimedTask, interleaved, step_times
 from foretoken.bench.sampling_bias import sampling_bias
 from foretoken.bench.workloads import FUNCTIONS, encoded_prompts, ragged
 from foretoken.core.errors import InvalidRequest

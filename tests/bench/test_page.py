@@ -7,9 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from foretoken.bench import tables
 from foretoken.bench.editing import EDITS, ForcedOutput, editing_tasks
-from foretoken.bench.page import page
+from foretoken.bench.page import page, race_tables
 from foretoken.bench.race import RaceRow
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
@@ -82,7 +81,7 @@ def test_it_says_where_its_figures_are_from():
 
 
 def test_terminal_tables_say_the_same():
-    parts = list(tables.race(ROWS))
+    parts = list(race_tables(ROWS))
     assert sum(isinstance(part, str) and part.startswith("\ntemperature") for part in parts) == 2
     assert any(isinstance(part, str) and "over a<b> plain: 2.00x" in part for part in parts)
 

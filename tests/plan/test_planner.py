@@ -19,8 +19,7 @@ from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, PlanRow, c
 from foretoken.plan.exports import ENGINES, export_config, export_lines
 from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings, timed_depths
-from foretoken.plan.replay import step_estimate, write
-from foretoken.plan.sample import Proposers, Sample
+from foretoken.plan.replay import Proposers, Sample, step_estimate, write
 from foretoken.plan.texts import AcceptanceEstimate, StepTally
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
@@ -216,7 +215,7 @@ def test_a_drawn_tree_gets_what_it_has_in_the_long_run(monkeypatch):
     truth = np.mean([each.tokens_per_pass for each in long])
     result = []
     for seed in range(12):
-        monkeypatch.setattr("foretoken.plan.sample.step_estimate", partial(step_estimate, seed=seed))
+        monkeypatch.setattr("foretoken.plan.texts.step_estimate", partial(step_estimate, seed=seed))
         result.append(drawn_tree_and_chain(write(TARGET, prompts, WARM, 24, seed=seed))[0])
     assert np.mean([each.tokens_per_pass for each in result]) == pytest.approx(truth, rel=0.03)
 

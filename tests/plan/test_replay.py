@@ -11,8 +11,20 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
-from foretoken.plan.replay import NotReplayable, RecordedModel, Recording, record, replay_estimate, step_estimate, write
-from foretoken.plan.sample import TextProbabilities, chain_estimate, survival, text_probabilities, token_distributions
+from foretoken.plan.replay import (
+    NotReplayable,
+    RecordedModel,
+    Recording,
+    TextProbabilities,
+    chain_estimate,
+    record,
+    replay_estimate,
+    step_estimate,
+    survival,
+    text_probabilities,
+    token_distributions,
+    write,
+)
 from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.texts import SampledText, teacher_forced
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig

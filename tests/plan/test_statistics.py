@@ -22,7 +22,7 @@ from foretoken.plan.predictors import (
     overlap,
     statistics,
 )
-from foretoken.plan.sample import text_probabilities
+from foretoken.plan.replay import text_probabilities
 from foretoken.plan.statistics import Interval, ratio_interval, student_quantile
 from foretoken.plan.texts import SampledText
 

@@ -11,9 +11,8 @@ from tests.exactness.enumerate import outcomes
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import Candidate
-from foretoken.plan.planner import Planner, PlanSettings
-from foretoken.plan.sample import TextProbabilities, step_starts, survival
-from foretoken.plan.step_costs import PLAIN, StepCosts, TimedBatch, TimedStep, time_prefill
+from foretoken.plan.planner import PLAIN, Planner, PlanSettings, StepCosts, TimedBatch, TimedStep, time_prefill
+from foretoken.plan.replay import TextProbabilities, step_starts, survival
 from foretoken.plan.texts import SampledText
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
@@ -122,7 +121,7 @@ def test_prefill_is_timed_beside_plain_prefill(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr("foretoken.plan.step_costs.TimedBatch", Read)
+    monkeypatch.setattr("foretoken.plan.planner.TimedBatch", Read)
     assert time_prefill(toy(), {"a": Lookup()}, [(1, 2, 3)], WARM) == {PLAIN: 2.0, "a": 3.0}
     assert order == [Proposer, Lookup] * 4
 

@@ -25,18 +25,8 @@ def test_tokens_have_their_origin_step_and_probabilities():
     trace = traced(Letters(), steps=4)
     kept = [t for t in trace.tokens if t.origin != REJECTED]
     assert "".join(t.text for t in kept) == trace.text
-    assert [t.origin for t in trace.tokens] == [
-        *[ACCEPTED] * 3,
-        TARGET,
-        *[ACCEPTED] * 2,
-        REJECTED,
-        TARGET,
-        ACCEPTED,
-        *[REJECTED] * 2,
-        TARGET,
-        *[REJECTED] * 3,
-        TARGET,
-    ]
+    assert {t.origin for t in trace.tokens} == {ACCEPTED, REJECTED, TARGET}
+    assert "".join(t.origin[0] for t in trace.tokens) == "aaataartarrtrrrt"
     assert [t.step for t in kept] == [1] * 4 + [2] * 3 + [3] * 2 + [4]
     assert all(t.p == pytest.approx(0.5) and t.rank == 1 for t in kept)
     assert all((t.q is None) if t.origin == TARGET else t.q == pytest.approx(1 / 18) for t in trace.tokens)

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.output import OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
+from foretoken.serve.parsers import OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
 from foretoken.serve.parsers.formats import CALL_FORMATS, ExpectedOutput, OutputFormat, check_parsers, chosen_format
 from foretoken.serve.parsers.values import typed
 

@@ -19,7 +19,7 @@ from tests.serve import test_chat, test_completions, test_errors, test_tools
 from tests.serve.conftest import Running
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.serve.replicas.cluster import ReplicaScale
+from foretoken.serve.replicas import ReplicaScale
 from foretoken.serve.replicas.front import Front, create_front
 from foretoken.serve.replicas.replica import ReplicaConfig
 from foretoken.serve.server import Server

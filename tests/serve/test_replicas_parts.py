@@ -22,7 +22,7 @@ from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.json_body import read_object
 from foretoken.serve.metrics import replica_metrics
-from foretoken.serve.replicas.cluster import ReplicaScale, share
+from foretoken.serve.replicas import ReplicaScale, share
 from foretoken.serve.replicas.forwarding import (
     BLOCK,
     BLOCKS,

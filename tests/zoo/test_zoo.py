@@ -13,7 +13,7 @@ from foretoken.propose.methods import METHODS
 from foretoken.train.widen import checkpoint as up
 from foretoken.train.widen import llama
 from foretoken.train.widen.checkpoint import scaled
-from foretoken.zoo.drafters import BUNDLED, FORMS, drafters, drafters_of, name_key
+from foretoken.zoo import BUNDLED, FORMS, drafters, drafters_of, name_key
 
 
 @pytest.fixture

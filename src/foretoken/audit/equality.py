@@ -11,8 +11,7 @@ from itertools import product
 
 from torch import Tensor
 
-from foretoken.audit.result import Check, CheckOutcome
-from foretoken.audit.subject import Audited, AuditedCompletion, AuditTask, CompletionSettings, Ids
+from foretoken.audit.subject import Audited, AuditedCompletion, AuditTask, Check, CheckOutcome, CompletionSettings, Ids
 from foretoken.core.context import Exactness
 from foretoken.core.streams import SharedStream
 

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.audit.result import CONTROL, Check, CheckOutcome
 from foretoken.audit.sampled import MAX_TOKENS, drawn, leveled, most_significant
-from foretoken.audit.subject import Audited, AuditTask
+from foretoken.audit.subject import CONTROL, Audited, AuditTask, Check, CheckOutcome
 from foretoken.audit.tally import Statistic, TokenTally, noncentrality
 from foretoken.core.context import Exactness
 from foretoken.core.draft import Draft

@@ -18,10 +18,20 @@ from foretoken.audit.equality import (
 )
 from foretoken.audit.implementations import Foretoken
 from foretoken.audit.negative import negative
-from foretoken.audit.result import CONTROL, Audit, Check
 from foretoken.audit.sampled import NAME as PREFIX
 from foretoken.audit.sampled import NAMES, audited_distributions, prefix, sampled
-from foretoken.audit.subject import NOISE_TOKENS, Audited, AuditSpeed, AuditTask, CompletionSettings, Ids, noise
+from foretoken.audit.subject import (
+    CONTROL,
+    NOISE_TOKENS,
+    Audit,
+    Audited,
+    AuditSpeed,
+    AuditTask,
+    Check,
+    CompletionSettings,
+    Ids,
+    noise,
+)
 from foretoken.audit.tally import ALPHA, TokenTally
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.checks import integer, number

@@ -12,8 +12,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from foretoken.audit.result import Check, CheckOutcome
-from foretoken.audit.subject import Audited, AuditTask, CompletionSettings, Ids
+from foretoken.audit.subject import Audited, AuditTask, Check, CheckOutcome, CompletionSettings, Ids
 from foretoken.audit.tally import Fit, Statistic, TokenTally, g_test
 from foretoken.core.context import Exactness
 from foretoken.core.sampling import SamplingLaw

@@ -1,12 +1,14 @@
 """The interface of an audited implementation, and the task that every check of it receives.
 
-An implementation completes prompts with and without speculation, and has its target's logits.
+An implementation completes prompts with and without speculation, and has its target's logits. The result of an audit is
+an outcome, figures and one line of evidence per check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
@@ -87,7 +89,8 @@ class Audited(Protocol):
     def law(self, temperature: float) -> SamplingLaw:
         """Returns the distribution that it promises at ``temperature``, with its default filters."""
 
-    def generate(self, prompts: Sequence[Ids], settings: CompletionSettings) -> list[AuditedCompletion]: ...
+    def generate(self, prompts: Sequence[Ids], settings: CompletionSettings) -> list[AuditedCompletion]:
+        """Returns one completion per prompt."""
 
     def logits(self, prompt: Ids, text: Ids) -> Tensor:
         """Returns logits [n, V] of ``text`` [n] after ``prompt``, from one forward pass of the target."""
@@ -161,3 +164,76 @@ def noise(subject: Audited, prompts: Sequence[Ids]) -> float:
         if text.rows is not None:
             largest = max(largest, float((text.rows - subject.logits(prompt, text.tokens).float()).abs().max()))
     return largest
+
+
+class CheckOutcome(StrEnum):
+    """The outcome of one check, or of the whole audit."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    INCONCLUSIVE = "inconclusive"  # no error was found, and the data are too few to find one
+    SKIPPED = "skipped"  # does not apply
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check. numbers: its figures, JSON-serializable. evidence: one line for people. seconds: its duration."""
+
+    name: str
+    outcome: CheckOutcome
+    evidence: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The verdict on one implementation. subject: what was audited, with its settings."""
+
+    subject: Mapping[str, Any]
+    checks: tuple[Check, ...]
+    seconds: float
+
+    @property
+    def outcome(self) -> CheckOutcome:
+        """Failed if any check failed; passed if none is inconclusive and the planted errors were found."""
+        outcomes = {check.outcome for check in self.checks}
+        if CheckOutcome.FAILED in outcomes:
+            return CheckOutcome.FAILED
+        controlled = any(c.name == CONTROL and c.outcome is CheckOutcome.PASSED for c in self.checks)
+        return (
+            CheckOutcome.INCONCLUSIVE
+            if CheckOutcome.INCONCLUSIVE in outcomes or not controlled
+            else CheckOutcome.PASSED
+        )
+
+    @property
+    def summary(self) -> str:
+        """The verdict in one sentence."""
+        named = {
+            outcome: ", ".join(check.name for check in self.checks if check.outcome is outcome)
+            for outcome in CheckOutcome
+        }
+        match self.outcome:
+            case CheckOutcome.FAILED:
+                return f"not exact: {named[CheckOutcome.FAILED]} failed"
+            case CheckOutcome.INCONCLUSIVE:
+                doubtful = named[CheckOutcome.INCONCLUSIVE] or f"{CONTROL} (not run)"
+                return f"no error was found, but not enough was seen: {doubtful} inconclusive"
+            case _:
+                ran = sum(check.outcome is CheckOutcome.PASSED for check in self.checks)
+                return f"no error found by {ran} checks, which did find the errors planted to test them"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a JSON-serializable dictionary, ``outcome`` and ``summary`` included."""
+        checks = [asdict(check) | {"outcome": str(check.outcome)} for check in self.checks]
+        return {
+            "outcome": str(self.outcome),
+            "summary": self.summary,
+            "seconds": self.seconds,
+            "subject": dict(self.subject),
+            "checks": checks,
+        }
+
+
+CONTROL = "negative control"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import foretoken
-from foretoken.bench.clock import TimedTask, interleaved
-from foretoken.bench.setting import memory, processor
+from foretoken.bench.measure import TimedTask, interleaved
+from foretoken.bench.output import memory, processor
 from foretoken.core.devices import wait_for
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, WriteError

@@ -6,19 +6,100 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from foretoken.bench.clock import Stopwatch
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.costs.measured import TimeSpread
 from foretoken.outputs import CompletionOutput, StreamPiece
 from foretoken.params import SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+QUIET_SECONDS = 0.01  # before each turn: the threads of the task before, those of torch for instance, may still spin
+
+
+@dataclass(frozen=True)
+class TimedTask:
+    """A task to time.
+
+    Attributes:
+        run: The timed function. If it returns seconds, these count instead of the measured ones.
+        reset: Restores the state after a run, untimed.
+        burst: Runs per turn, for tasks so short that the previous turn's cache effects would show.
+    """
+
+    run: Callable[[], float | None]
+    reset: Callable[[], None] = lambda: None
+    burst: int = 1
+
+    def seconds(self) -> float:
+        """Runs one turn. Returns the mean seconds of a run."""
+        total = 0.0
+        for _ in range(self.burst):
+            started = perf_counter()
+            reported = self.run()
+            total += perf_counter() - started if reported is None else reported
+            self.reset()
+        return total / self.burst
+
+
+def interleaved(
+    tasks: Mapping[Key, TimedTask],
+    turns: int,
+    track: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> dict[Key, TimeSpread]:
+    """Runs every task once untimed, then ``turns`` times in rotating order. ``track`` wraps the turns for progress."""
+    keys = list(tasks)
+    seconds: dict[Key, list[float]] = {key: [] for key in keys}
+    for key in keys:
+        tasks[key].seconds()
+    for turn in track(range(turns)):
+        for i in range(len(keys)):
+            key = keys[(i + turn) % len(keys)]
+            sleep(QUIET_SECONDS)
+            seconds[key].append(tasks[key].seconds())
+    return {key: TimeSpread.of(values) for key, values in seconds.items()}
+
+
+class Stopwatch:
+    """Sums the seconds spent inside methods of objects, while it is open.
+
+    Attributes:
+        seconds: Seconds inside all methods.
+
+    Args:
+        methods: Objects with a method's name each.
+    """
+
+    def __init__(self, methods: Iterable[tuple[Any, str]]) -> None:
+        self.seconds, self._methods = 0.0, list(methods)
+
+    def __enter__(self) -> Self:
+        for owner, name in self._methods:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name in self._methods:
+            delattr(owner, name)
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            started = perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds += perf_counter() - started
+
+        return measured
 
 
 OnPiece = Callable[[StreamPiece, float], None]
@@ -189,7 +270,7 @@ def _draft_model(llm: LLM) -> Any:
 _PROGRAM = """
 import json, sys
 from foretoken import LLM, SamplingParams
-from foretoken.bench.setting import memory
+from foretoken.bench.output import memory
 imported = memory("VmHWM")
 llm = LLM(**json.loads(sys.argv[1]))
 for _ in llm.stream("def", SamplingParams(max_tokens=int(sys.argv[2]), temperature=0, ignore_eos=True)):

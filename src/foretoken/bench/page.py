@@ -1,16 +1,19 @@
-"""Results as offline HTML pages and as tables for a terminal: races, the table of benchmarks, a server under load."""
+"""Results as offline HTML pages and as tables for a terminal: races, the grid, a server under load, costs of a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from markupsafe import Markup
 from rich.table import Table
 
+from foretoken.bench.costs import StepCost
 from foretoken.bench.grid import GridCell, Summary
 from foretoken.bench.http_load import LoadResult, Percentiles, prefix_speedups
+from foretoken.bench.measure import Startup, StepTimes
 from foretoken.bench.output import figures
 from foretoken.bench.race import RaceRow, ratios
+from foretoken.costs.measured import PassCost, TimeSpread
 from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
 from foretoken.report.document import render
 
@@ -232,3 +235,94 @@ def _load_cells(result: LoadResult) -> tuple[str, ...]:
 
 def _milliseconds(percentiles: Percentiles | None) -> tuple[str, str]:
     return ("", "") if percentiles is None else (f"{1e3 * percentiles.p50:.1f}", f"{1e3 * percentiles.p99:.1f}")
+
+
+def race_tables(rows: Sequence[RaceRow]) -> Iterator[Table | str]:
+    """Yields a table for every temperature, batch and precision, followed by its speedups."""
+    for key in dict.fromkeys((row.temperature, row.batch, row.quantization) for row in rows):
+        group = [row for row in rows if (row.temperature, row.batch, row.quantization) == key]
+        yield f"\ntemperature {key[0]:g}, batch {key[1]}, target in {key[2]}"
+        table = figures(("system", "method", "depth", *HEADS[1:]), map(_names_and_cells, group))
+        for line, row in zip(table.rows, group, strict=True):
+            line.style = "bold" if row.best and row.method != "plain" else None
+        yield table
+        for ratio in ratios(group):
+            yield (
+                f"foretoken at its best depth over {ratio['over']}: {ratio['tokens_per_second']:.2f}x end to end, "
+                f"{ratio['decode_tokens_per_second']:.2f}x decoding"
+            )
+
+
+def _names_and_cells(row: RaceRow) -> tuple[str, ...]:
+    depth = str(row.num_speculative_tokens) if row.num_speculative_tokens > 0 else ""
+    name = f"{row.system} {row.version}".strip()
+    return name, NAMES.get(row.method, row.method) + weights(row), depth, *cells(row)
+
+
+def pass_table(costs: Sequence[PassCost]) -> Table:
+    """Returns a table with one line per context and row count."""
+    first = {cost.context: cost.seconds.median for cost in reversed(costs)}
+    return figures(
+        ("context", "rows", "ms", "spread", "x first", "limit ms", "x limit", "x limit and KV", "KV MB"),
+        [
+            (
+                *(cost.context, cost.rows, ms(cost.seconds.median), _spread(cost.seconds)),
+                f"{cost.seconds.median / first[cost.context]:.2f}",
+                ms(cost.floor.median) if cost.floor else "",
+                *(_times(cost.over_floor), _times(cost.over_read), f"{cost.kv_bytes / 1e6:.1f}"),
+            )
+            for cost in costs
+        ],
+    )
+
+
+def transformers_table(costs: Sequence[StepCost]) -> Table:
+    """Returns a table that compares a pass over one row with transformers'."""
+    return figures(
+        ("model", "context", "ours ms", "spread", "transformers ms", "spread", "ratio"),
+        [
+            (
+                *(cost.name, cost.context, ms(cost.foretoken.median), _spread(cost.foretoken)),
+                *(ms(cost.transformers.median), _spread(cost.transformers), f"{cost.ratio:.2f}"),
+            )
+            for cost in costs
+        ],
+    )
+
+
+def part_table(measured: dict[str, StepTimes]) -> Table:
+    """Returns a table of the parts of a decode step, in ms."""
+    names = ("target", "draft", "propose", "verify", "commit", "other", "total")
+    rows = []
+    for label, times in measured.items():
+        parts = times.per_step()
+        rows.append((label, *(ms(parts[name]) for name in names), f"{times.outside:.1%}"))
+    return figures(("steps", *names, "not model passes"), rows)
+
+
+def startup_table(measured: Sequence[Startup]) -> Table:
+    """Returns a table of seconds to the first token, and memory."""
+    return figures(
+        ("model", "start to first token s", "spread", "peak MB", "of it imports MB"),
+        [
+            (
+                *(start.name, f"{start.seconds:.2f}", f"{start.low:.2f}-{start.high:.2f}"),
+                *(f"{start.peak_bytes / 1e6:.0f}", f"{start.imported_bytes / 1e6:.0f}"),
+            )
+            for start in measured
+        ],
+    )
+
+
+def ms(seconds: float) -> str:
+    """Formats milliseconds with three significant digits."""
+    value = seconds * 1e3
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def _spread(spread: TimeSpread) -> str:
+    return f"{ms(spread.low)}-{ms(spread.high)}"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"

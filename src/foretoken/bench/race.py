@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from foretoken.bench.output import cores, memory
 from foretoken.bench.peers import export
 from foretoken.bench.peers.protocol import OWN_CHOICE, Answer, PeerRequest, Setup
 from foretoken.bench.peers.registry import GGUF_TYPES, OURS, Peer
 from foretoken.bench.peers.worker import PeerError, PeerWorker
-from foretoken.bench.setting import cores, memory
 from foretoken.control.config import GoodputConfig, parse
 from foretoken.core.errors import ForetokenError
 from foretoken.models.formats.gguf import is_gguf

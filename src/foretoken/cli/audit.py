@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.audit.endpoint import Endpoint
-    from foretoken.audit.result import Audit
-    from foretoken.audit.subject import Audited
+    from foretoken.audit.subject import Audit, Audited
     from foretoken.llm import LLM
 
 

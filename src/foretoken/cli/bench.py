@@ -91,11 +91,10 @@ def race(
     report: ReportOptions,
 ) -> None:
     """Race plain and speculative decoding of Foretoken and its peers, each at its best draft length."""
-    from foretoken.bench import tables
-    from foretoken.bench.page import page
+    from foretoken.bench.output import setting
+    from foretoken.bench.page import page, race_tables
     from foretoken.bench.peers.registry import check_quantization, chosen
     from foretoken.bench.race import Pairing
-    from foretoken.bench.setting import setting
 
     configs = pair.configs
     candidates = chosen(peers)
@@ -117,7 +116,7 @@ def race(
         "peers": {row.system: row.version for row in rows if row.system != "foretoken"},
     }
     record = {"setting": facts, "rows": [asdict(row) for row in rows]}
-    report.publish(record, lambda: tables.race(rows), lambda: page(facts, rows), facts)
+    report.publish(record, lambda: race_tables(rows), lambda: page(facts, rows), facts)
     if not any(row.system == "foretoken" for row in rows):
         raise typer.Exit(1)
 
@@ -220,11 +219,11 @@ def bench_table(
 ) -> None:
     """Race the default beside fixed configurations and peers, over prompts, temperatures, weights and batches."""
     from foretoken.bench.grid import CELLS, DEFAULT, GridRecord, run
+    from foretoken.bench.output import setting
     from foretoken.bench.page import claims, grid_page, rich_table
     from foretoken.bench.peers.registry import chosen
     from foretoken.bench.peers.worker import start
     from foretoken.bench.race import Pairing
-    from foretoken.bench.setting import setting
     from foretoken.models.formats.checkpoint import load_tokenizer
 
     candidates = chosen(peers)
@@ -312,8 +311,8 @@ def bench_serve(
 ) -> None:
     """Load a server with concurrent requests: throughput, TTFT and ITL percentiles, and the gain of shared prefixes."""
     from foretoken.bench.http_load import WORKLOADS, run_workload
+    from foretoken.bench.output import setting
     from foretoken.bench.page import load_page, load_table, speedup_lines
-    from foretoken.bench.setting import setting
 
     if url is not None and server_options:
         raise InvalidRequest("--server-options are for a server that is started; omit --url or them")

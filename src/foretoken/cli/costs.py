@@ -44,7 +44,7 @@ def costs(
     report: ResultOptions,
 ) -> None:
     """Time passes beside their lower bound and transformers' step, the parts of a step, and the first token."""
-    from foretoken.bench.setting import cores, setting
+    from foretoken.bench.output import cores, setting
     from foretoken.train.widen.checkpoint import scaled
 
     chosen = names("part", parts, PARTS)
@@ -86,8 +86,8 @@ def _passes(
     batch: int,
     notes: Console,
 ) -> tuple[Any, list[Any]]:
-    from foretoken.bench import tables
     from foretoken.bench.costs import Loaded, pass_costs
+    from foretoken.bench.page import pass_table
 
     loaded = Loaded.of(wide, formats.quantization or "", None, formats.weight_format, formats.kv_cache_dtype)
     result = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
@@ -95,7 +95,7 @@ def _passes(
     precision = loaded.quantization or str(loaded.model.dtype).removeprefix("torch.")
     title = f"\na pass of {wide.name}, {precision}, products read {loaded.weights_bytes / 1e6:.0f} MB"
     facts = [asdict(cost) | {"over_floor": cost.over_floor, "over_read": cost.over_read} for cost in result]
-    return facts, [title + (f", batch {batch}" if batch > 1 else ""), tables.passes(result)]
+    return facts, [title + (f", batch {batch}" if batch > 1 else ""), pass_table(result)]
 
 
 def _keep(loaded: Loaded, result: Sequence[PassCost], notes: Console) -> None:
@@ -109,19 +109,19 @@ def _keep(loaded: Loaded, result: Sequence[PassCost], notes: Console) -> None:
 
 
 def _transformers(folders: Sequence[Path], context: int, turns: int, notes: Console) -> tuple[Any, list[Any]]:
-    from foretoken.bench import tables
     from foretoken.bench.costs import Loaded, step_cost
+    from foretoken.bench.page import transformers_table
 
     result = [step_cost(Loaded.of(f), context, turns, tracker(notes, f"a step of {f.name}")) for f in folders]
     facts = [asdict(cost) | {"ratio": cost.ratio} for cost in result]
-    return facts, ["\none step: one row through Model.score, and transformers' module", tables.transformers(result)]
+    return facts, ["\none step: one row through Model.score, and transformers' module", transformers_table(result)]
 
 
 def _steps(options: dict[str, Any], max_tokens: int, notes: Console) -> tuple[Any, list[Any]]:
     """Measures steps on a few prompts after one that warms up, greedy and sampled."""
     from foretoken import LLM, SamplingParams
-    from foretoken.bench import tables
     from foretoken.bench.measure import step_times
+    from foretoken.bench.page import part_table
 
     llm = LLM(**options)
     result = {}
@@ -131,19 +131,19 @@ def _steps(options: dict[str, Any], max_tokens: int, notes: Console) -> tuple[An
             step_times(llm, FUNCTIONS[:1], params)
             result[name] = step_times(llm, FUNCTIONS[:4], params)
     facts = {name: asdict(r) | {"outside": r.outside, "per_step": r.per_step()} for name, r in result.items()}
-    return facts, ["\nthe parts of a step at draft length 4, ms", tables.breakdown(result)]
+    return facts, ["\nthe parts of a step at draft length 4, ms", part_table(result)]
 
 
 def _startup(name: str, bundled: bool, options: dict[str, Any], times: int, notes: Console) -> tuple[Any, list[Any]]:
-    from foretoken.bench import tables
     from foretoken.bench.measure import startup
+    from foretoken.bench.page import startup_table
 
     with waiting(notes, "starting fresh processes"):
         result = [startup("bundled pair", {}, times)] if bundled else []
         result.append(startup(name, options, times))
     return [asdict(each) for each in result], [
         "\nfrom nothing to the first token, a fresh process",
-        tables.startups(result),
+        startup_table(result),
     ]
 
 

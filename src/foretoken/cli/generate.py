@@ -128,7 +128,7 @@ class _Page:
 
     def write(self) -> None:
         """Writes the page. Raises WriteError."""
-        from foretoken.bench.setting import setting
+        from foretoken.bench.output import setting
         from foretoken.report.tokens import page
 
         facts = setting() | {

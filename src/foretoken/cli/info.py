@@ -94,7 +94,7 @@ def _model(name: str) -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     import platform
 
-    from foretoken.bench.setting import cores, memory, processor
+    from foretoken.bench.output import cores, memory, processor
     from foretoken.core.native.cpu import features
 
     return {

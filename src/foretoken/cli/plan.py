@@ -221,7 +221,7 @@ def plan_for_vllm(
     report: ReportOptions,
 ) -> None:
     """Measures, predicts and prints. Raises InvalidRequest and ForetokenError."""
-    from foretoken.bench.setting import setting
+    from foretoken.bench.output import setting
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.plan.outcome import rendered
     from foretoken.plan.vllm import answers, record, vllm_plan

@@ -135,7 +135,7 @@ def _plan(
     """Makes a plan, with the setting and the costs of passes."""
     import torch
 
-    from foretoken.bench.setting import cores, setting
+    from foretoken.bench.output import cores, setting
     from foretoken.engine.prompts import PromptTokenizer
     from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer, resolve, start_ids
     from foretoken.models.loading import load_model

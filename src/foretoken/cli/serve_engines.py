@@ -213,7 +213,7 @@ def replicas_app(
         drain_timeout: Seconds that running requests have to finish.
     """
     deploy = _deploying(alone="address" not in scale)
-    from foretoken.serve.replicas.cluster import ReplicaScale
+    from foretoken.serve.replicas import ReplicaScale
     from foretoken.serve.replicas.front import Front, create_front
     from foretoken.serve.replicas.replica import ReplicaConfig
 
@@ -230,7 +230,7 @@ def _deploying(alone: bool) -> ModuleType:
 
     ``alone`` is whether Ray gets a private cluster.
     """
-    from foretoken.serve.replicas.cluster import keep_to_itself
+    from foretoken.serve.replicas import keep_to_itself
 
     if alone:
         keep_to_itself()

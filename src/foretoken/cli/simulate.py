@@ -85,7 +85,7 @@ def simulate(
     """
     from foretoken.plan import simulator as workers
     from foretoken.plan.strategies import STRATEGIES
-    from foretoken.report.simulate import page
+    from foretoken.report.plan import simulation_page
 
     setting, repeats = simulated.setting, simulated.repeats
     chosen, result = tuple(dict.fromkeys(simulated.strategy or STRATEGIES)), None
@@ -104,7 +104,7 @@ def simulate(
         "sweep": asdict(result) if result is not None else None,
         "pays": any(map(workers.pays, result.outcomes if result is not None else [outcomes])),
     }
-    report.publish(made, lambda: [table, Text(verdict, style="bold")], lambda: page(made))
+    report.publish(made, lambda: [table, Text(verdict, style="bold")], lambda: simulation_page(made))
 
 
 def _needed(target: float, draft: float, depth: int) -> int:

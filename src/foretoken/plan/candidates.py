@@ -118,7 +118,7 @@ class PlanRow:
     draft_seconds: float  # seconds of drafting in a step
     plain_seconds: float  # seconds of a plain step
     acceptance: tuple[float, ...]
-    estimator: str  # "distribution" (see ``sample``), "text" or "steps" (see ``replay``), "runs" (see ``vllm``)
+    estimator: str  # "distribution", "text" or "steps" (see ``replay``), "runs" (see ``vllm``)
     requests: int  # number of requests in the sample
     best: bool = False  # whether it is the fastest at its temperature and batch
 

@@ -127,7 +127,7 @@ class AcceptanceEstimate:
     """Tokens, steps and acceptance of one proposer at one draft length on the sample."""
 
     tallies: tuple[StepTally, ...]  # one per text
-    estimator: str  # "distribution" (see ``sample``), "text" or "steps" (see ``replay``)
+    estimator: str  # "distribution", "text" or "steps", see ``replay``
     texts: tuple[SampledText, ...] = ()  # those that the steps sampled, where they did not run on the sample's
     draws: int = 1  # number of such texts of each request
 

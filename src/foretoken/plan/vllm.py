@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
 
+from foretoken.bench.output import cores
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.registry import BOOT, PEERS, folder
 from foretoken.bench.peers.worker import PeerError, PeerWorker
-from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.progress import Say
 from foretoken.plan.candidates import Candidate, PlanRow

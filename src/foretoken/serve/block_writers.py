@@ -14,7 +14,7 @@ from foretoken.serve.answer_types import AnthropicMessage, AnthropicUsage, Respo
 from foretoken.serve.errors import ApiError
 from foretoken.serve.generation import Generation
 from foretoken.serve.messages_schema import MessagesRequest
-from foretoken.serve.output import OutputEvent, TextDelta, ToolCallDelta, ToolCallStarted, new_call_id
+from foretoken.serve.parsers import OutputEvent, TextDelta, ToolCallDelta, ToolCallStarted, new_call_id
 from foretoken.serve.parsers.values import object_of
 from foretoken.serve.preparation import PreparedRequest
 from foretoken.serve.responses_schema import ResponsesRequest, echoed

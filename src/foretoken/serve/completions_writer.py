@@ -9,7 +9,7 @@ from foretoken.outputs import CompletionOutput, StreamPiece
 from foretoken.serve.chat_schema import ChatRequest, NamedTool
 from foretoken.serve.errors import ApiError
 from foretoken.serve.generation import Generation
-from foretoken.serve.output import OutputEvent, OutputParser, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
+from foretoken.serve.parsers import OutputEvent, OutputParser, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
 from foretoken.serve.preparation import PreparedRequest
 from foretoken.serve.schema import CompletionRequest
 from foretoken.serve.stream import DONE, AnswerWriter, event

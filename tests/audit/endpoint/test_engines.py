@@ -12,7 +12,7 @@ from tests.audit.endpoint.tasks import PROMPTS, SIZES, tasked
 from foretoken.audit.endpoint import Endpoint, audit_endpoint, engines
 from foretoken.audit.endpoint.engines import EngineClient, EnginePair, EngineProcess
 from foretoken.audit.endpoint.parity import parity
-from foretoken.audit.result import CheckOutcome
+from foretoken.audit.subject import CheckOutcome
 from foretoken.bench.peers.protocol import Setup
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest

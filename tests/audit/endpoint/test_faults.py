@@ -11,7 +11,7 @@ from foretoken.audit.endpoint import distribution as checks
 from foretoken.audit.endpoint.distribution import distribution
 from foretoken.audit.endpoint.parameters import Treatment, exact_findings
 from foretoken.audit.endpoint.parity import parity
-from foretoken.audit.result import CheckOutcome
+from foretoken.audit.subject import CheckOutcome
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.errors import ForetokenError, InvalidRequest
 

@@ -24,7 +24,7 @@ from foretoken.models.heads.block import read_block
 from foretoken.models.heads.dialects import write_block, write_eagle
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.published import checkpoint_facts, default_drafters, names_of, published_drafters
-from foretoken.zoo.drafters import FORMS
+from foretoken.zoo import FORMS
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,8 @@ import torch
 from foretoken.audit.endpoint.parameters import ParameterFinding, Seen, Treatment, answers, found
 from foretoken.audit.endpoint.task import EndpointTask, inconclusive, missing, unanswered
 from foretoken.audit.negative import Plant, control_check, plant_of
-from foretoken.audit.result import CONTROL, Check, CheckOutcome
 from foretoken.audit.sampled import sampling_check
-from foretoken.audit.subject import AuditedCompletion
+from foretoken.audit.subject import CONTROL, AuditedCompletion, Check, CheckOutcome
 from foretoken.audit.tally import BINS, Sum, TokenTally, noncentrality, normal_tail
 from foretoken.probe.answers import Failed, ServerAnswer, TokenPlace
 from foretoken.probe.server import Reference, Side

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
+from foretoken.bench.output import cores
 from foretoken.bench.peers import export
 from foretoken.bench.peers.protocol import ApiRequest, Setup
 from foretoken.bench.peers.registry import BOOT, PEERS, folder
 from foretoken.bench.peers.worker import PeerError, PeerWorker
-from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.probe.answers import Failed, Refused, Reply, answer_of

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from foretoken.audit.endpoint.task import OBJECT_TOKENS, OBJECTS, EndpointTask, inconclusive
-from foretoken.audit.result import Check, CheckOutcome
+from foretoken.audit.subject import Check, CheckOutcome
 from foretoken.probe.answers import Refused, Reply, ServerAnswer
 from foretoken.probe.server import CHAT, EndpointRequest, Side
 

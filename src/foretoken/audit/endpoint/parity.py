@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from foretoken.audit.endpoint.distribution import TunedSampling
 from foretoken.audit.endpoint.task import EndpointTask, Way, inconclusive, missing, unanswered
 from foretoken.audit.equality import first_difference
-from foretoken.audit.result import Check, CheckOutcome
+from foretoken.audit.subject import Check, CheckOutcome
 from foretoken.probe.answers import ServerAnswer, TokenPlace
 from foretoken.probe.server import Side
 

@@ -12,7 +12,7 @@ from foretoken.audit.endpoint.engines import EnginePair
 from foretoken.audit.endpoint.parameters import exact_findings, findings_check
 from foretoken.audit.endpoint.parity import parity
 from foretoken.audit.endpoint.task import MIN_BUDGET, CheckpointReference, EndpointTask, Sizes, inconclusive
-from foretoken.audit.result import Audit, Check, CheckOutcome
+from foretoken.audit.subject import Audit, Check, CheckOutcome
 from foretoken.audit.tally import ALPHA
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.progress import Say

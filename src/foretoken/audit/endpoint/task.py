@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from foretoken.audit.result import Check, CheckOutcome
+from foretoken.audit.subject import Check, CheckOutcome
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.loading import load_model
 from foretoken.plan.texts import SampledText, text_logits

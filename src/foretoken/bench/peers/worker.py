@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from foretoken.bench.output import resident_bytes
 from foretoken.bench.peers import registry
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
-from foretoken.bench.setting import resident_bytes
 from foretoken.core.errors import ForetokenError
 
 

@@ -22,7 +22,7 @@ from foretoken.core.files import read_json
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.gguf import is_gguf
 from foretoken.models.heads.kinds import MTP, shipped_methods
-from foretoken.zoo.drafters import PublishedDrafter, drafters, drafters_of, name_key
+from foretoken.zoo import PublishedDrafter, drafters, drafters_of, name_key
 
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?['\"]?([^\s'\"]+)", re.MULTILINE)
 _CARD_CHARS = 4096  # of README.md, which begins with its metadata

@@ -14,7 +14,7 @@ from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import Candidate, head_method
 from foretoken.plan.endpoint.statistics import TokensPerPass
-from foretoken.plan.sample import Proposers, Sample
+from foretoken.plan.replay import Proposers, Sample
 from foretoken.plan.texts import SampledText
 from foretoken.probe.answers import ServerAnswer
 from foretoken.probe.server import CannotTellError, ServerKind, Side, tokenized

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from foretoken.serve.output import OutputEvent, ToolCallDelta, ToolCallStarted, new_call_id
+from foretoken.serve.parsers import OutputEvent, ToolCallDelta, ToolCallStarted, new_call_id
 from foretoken.serve.parsers.values import ValueEnd, dumps, is_unicode, split_at, typed
 
 Schemas = Mapping[str, Mapping[str, Any]]

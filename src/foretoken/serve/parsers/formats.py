@@ -10,7 +10,7 @@ from typing import Any
 from foretoken.core.errors import InvalidRequest
 from foretoken.params import SamplingParams
 from foretoken.serve.chat_schema import ChatRequest, NamedTool, offered_tools
-from foretoken.serve.output import OutputParser
+from foretoken.serve.parsers import OutputParser
 from foretoken.serve.parsers.call_bodies import (
     CallBody,
     CallWriter,

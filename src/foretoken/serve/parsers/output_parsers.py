@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from foretoken.serve.output import OutputEvent, OutputParser, ReasoningDelta, TextDelta
+from foretoken.serve.parsers import OutputEvent, OutputParser, ReasoningDelta, TextDelta
 from foretoken.serve.parsers.call_bodies import CallBody, CallWriter, Schemas
 from foretoken.serve.parsers.values import split_at
 

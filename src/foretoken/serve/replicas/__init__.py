@@ -1,1 +1,62 @@
-"""Several engines behind one API: replicas on Ray Serve, and a front that forwards requests to them."""
+"""Several engines behind one API: replicas on Ray Serve, and a front that forwards requests to them.
+
+This module has the number of replicas and the environment of a private cluster. It does not import Ray.
+"""
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretoken.core.errors import InvalidRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaScale:
+    """The number of replicas and their resources."""
+
+    replicas: int  # initial and smallest number of replicas
+    max_replicas: int | None = None  # largest number of replicas; None keeps the number fixed
+    address: str | None = None  # address of a Ray cluster; None starts one on this machine
+    cpus: float | None = None  # cores of each replica; None divides all cores among them
+    gpus: float = 0.0  # GPUs of each replica
+
+    def __post_init__(self) -> None:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidRequest(f"max_replicas ({self.max_replicas}) must be at least replicas ({self.replicas})")
+        if self.cpus is not None and self.cpus <= 0:
+            raise InvalidRequest(f"replica_cpus must be more than 0, got {self.cpus}")
+
+    @property
+    def ceiling(self) -> int:
+        return self.max_replicas or self.replicas
+
+
+def share(nodes: Sequence[float], count: int) -> float:
+    """Returns the largest number of cores for each of ``count`` replicas; whole cores if there are enough.
+
+    Raises:
+        InvalidRequest: There are no cores.
+    """
+    sizes = {cores / k for cores in nodes for k in range(1, count + 1) if cores > 0}
+    fitting = [size for size in sizes if sum(int(cores / size + 1e-9) for cores in nodes) >= count]
+    if not fitting:
+        raise InvalidRequest("the Ray cluster has no cores; start its nodes with some")
+    best = max(fitting)
+    return float(int(best)) if best >= 1 else int(best * 1e4) / 1e4  # Ray counts in ten-thousandths
+
+
+def keep_to_itself() -> None:
+    """Sets the environment variables of Ray's processes. To be called before Ray is imported.
+
+    Nodes are on loopback. Some of Ray's ports listen on all addresses whatever the configuration, and would run what
+    they receive, so a token protects them. Usage reports are off.
+    """
+    os.environ.update(
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # makes 127.0.0.1 the node's address, on Linux too
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
+        RAY_worker_niceness="0",  # replicas keep their priority
+    )
+    os.environ.pop("RAY_ADDRESS", None)

@@ -23,7 +23,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from ray.serve.schema import LoggingConfig
 
 from foretoken.core.errors import ForetokenError
-from foretoken.serve.replicas.cluster import ReplicaScale, share
+from foretoken.serve.replicas import ReplicaScale, share
 from foretoken.serve.replicas.forwarding import Forwarded, PrefilledBlocks, ReplicaLoad, ReplicaLost, ranked
 from foretoken.serve.replicas.replica import Replica, ReplicaConfig
 
