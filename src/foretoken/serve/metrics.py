@@ -16,8 +16,9 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from foretoken.core.acceptance_run import KINDS
-from foretoken.core.step import StepOutput
+from foretoken.core.step import PositionCounts, StepOutput
 from foretoken.engine.scheduler import SchedulerUsage
+from foretoken.outputs import SpeculationStats
 from foretoken.serve.token_text import PHASES
 
 PREFIX = "foretoken:"
@@ -60,14 +61,15 @@ class SpeculationRecord:
         docs/reference/metrics.md describes its fields. ``detailed`` adds one integer for each step.
         """
         steps, drafted, accepted = len(self._drafted), sum(self._drafted), sum(self._accepted)
+        stats = SpeculationStats(drafts=steps, drafted=drafted, accepted=accepted)
         longest = max(self.num_spec_tokens, *self._drafted, 0)
         by_length = {k: [0] * (k + 1) for k in sorted(set(self._drafted))}
         for k, j in zip(self._drafted, self._accepted, strict=True):
             by_length[k][j] += 1
         counts = Counter(self._accepted)
         record: dict[str, Any] = {
-            "mean_acceptance_length": 1.0 + accepted / steps if steps else 1.0,
-            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "mean_acceptance_length": stats.mean_acceptance_length,
+            "draft_acceptance_rate": stats.draft_acceptance_rate,
             "acceptance_histogram": [counts[j] for j in range(longest + 1)],
             "acceptance_histogram_by_draft_length": {str(k): row for k, row in by_length.items()},
             "num_spec_steps": steps,
@@ -108,20 +110,26 @@ class _Histogram:
 
 @dataclass(slots=True)
 class _Speculation:
-    """Counts of one method: steps with a draft, and how many of them accepted j tokens and verified j positions."""
+    """Counts of one method: steps with a draft, their tokens, and the positions that were verified and accepted."""
 
     drafts: int = 0
     drafted: int = 0
-    accepted: Counter[int] = field(default_factory=Counter)
-    verified: Counter[int] = field(default_factory=Counter)
+    accepted: int = 0
+    verified: PositionCounts = field(default_factory=lambda: PositionCounts([0.0], [0.0]))
 
     def add(self, step: StepOutput) -> None:
         path, accepted = step.verdict.path, step.accepted
         refused = accepted == len(path) and (path[-1] if path else -1) in step.draft.parents
         self.drafts += 1
         self.drafted += len(step.draft)
-        self.accepted[accepted] += 1
-        self.verified[accepted + refused] += 1
+        self.accepted += accepted
+        self.verified.add(accepted + refused, accepted)
+
+    @property
+    def reached(self) -> list[float]:
+        """Number of drafts that were accepted at each position or beyond, up to the last that any reached."""
+        counts = self.verified.accepted
+        return [count for position, count in enumerate(counts) if count or not position]
 
 
 class MetricsPage(Collector):
@@ -237,16 +245,15 @@ class Metrics(MetricsPage):
         methods = {}
         with self._lock:
             for method, kept in self._speculation.items():
-                accepted = sum(j * n for j, n in kept.accepted.items())
-                reached, verified = _reached(kept.accepted), _reached(kept.verified)
+                stats = SpeculationStats(drafts=kept.drafts, drafted=kept.drafted, accepted=kept.accepted)
                 methods[method] = {
                     "num_drafts": kept.drafts,
                     "num_draft_tokens": kept.drafted,
-                    "num_accepted_tokens": accepted,
-                    "mean_acceptance_length": 1.0 + accepted / kept.drafts if kept.drafts else 1.0,
-                    "draft_acceptance_rate": accepted / kept.drafted if kept.drafted else 0.0,
-                    "per_position": [count / kept.drafts if kept.drafts else 0.0 for count in reached],
-                    "conditional": [a / v for a, v in zip(reached, verified, strict=False) if v],
+                    "num_accepted_tokens": kept.accepted,
+                    "mean_acceptance_length": stats.mean_acceptance_length,
+                    "draft_acceptance_rate": stats.draft_acceptance_rate,
+                    "per_position": [count / max(1, kept.drafts) for count in kept.reached],
+                    "conditional": [a / v for a, v in zip(kept.reached, kept.verified.drafted, strict=False) if v],
                 }
         return methods
 
@@ -284,9 +291,9 @@ class Metrics(MetricsPage):
         methods = self._speculation.items()
         drafts: _Values = {(method,): float(kept.drafts) for method, kept in methods}
         drafted: _Values = {(method,): float(kept.drafted) for method, kept in methods}
-        accepted: _Values = {(method,): float(sum(j * n for j, n in kept.accepted.items())) for method, kept in methods}
-        reached: _Values = {(m, str(i)): n for m, kept in methods for i, n in enumerate(_reached(kept.accepted))}
-        verified: _Values = {(m, str(i)): n for m, kept in methods for i, n in enumerate(_reached(kept.verified))}
+        accepted: _Values = {(method,): float(kept.accepted) for method, kept in methods}
+        reached: _Values = {(m, str(i)): n for m, kept in methods for i, n in enumerate(kept.reached)}
+        verified: _Values = {(m, str(i)): n for m, kept in methods for i, n in enumerate(kept.verified.drafted)}
         name, labels = "spec_decode_num_", ("method", "position")
         yield self._counter(name + "drafts", "Drafts that were verified, one a sequence and step.", drafts, "method")
         yield self._counter(name + "draft_tokens", "Tokens drafted.", drafted, "method")
@@ -315,11 +322,6 @@ class Metrics(MetricsPage):
         for key, value in values.items():
             family.add_metric([self._model, *key], value)
         return family
-
-
-def _reached(counts: Counter[int]) -> list[float]:
-    """Returns the number of drafts that reached each position. counts: number of drafts by their last position."""
-    return [float(sum(n for j, n in counts.items() if j > i)) for i in range(max([1, *counts]))]
 
 
 class MergedMetrics(MetricsPage):
