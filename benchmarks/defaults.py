@@ -56,17 +56,11 @@ BY_HAND = (
 
 @dataclass
 class Run:
-    """A system's completions of one group of prompts, as far as they are.
+    """A system's completions of one group of prompts, as far as they are."""
 
-    Attributes:
-        pieces: What it writes from here on.
-        open: Number of completions that are not finished.
-        parts: Seconds of its steps by part, and their number.
-    """
-
-    pieces: Iterator[StreamPiece]
-    open: int
-    parts: defaultdict[str, float]
+    pieces: Iterator[StreamPiece]  # what it writes from here on
+    open: int  # number of completions that are not finished
+    parts: defaultdict[str, float]  # seconds of its steps by part, and their number
 
     def advance(self, steps: int) -> Totals:
         """Runs about ``steps`` steps, one piece for each open completion."""

@@ -46,12 +46,7 @@ CALLS = {  # names of the profiler, by their beginnings
 
 @dataclass(frozen=True)
 class Figure:
-    """Speed of one configuration.
-
-    Attributes:
-        equal: texts that equal those of plain decoding, of ``texts``.
-        calls: calls of the driver in a step, by the names of ``CALLS``; empty without a GPU.
-    """
+    """Speed of one configuration."""
 
     method: str
     numbers: str
@@ -60,9 +55,9 @@ class Figure:
     tokens_per_second: float
     milliseconds: float
     tokens_per_step: float
-    equal: int
+    equal: int  # texts that equal those of plain decoding, of ``texts``
     texts: int
-    calls: dict[str, float]
+    calls: dict[str, float]  # calls of the driver in a step, by the names of ``CALLS``; empty without a GPU
 
 
 @dataclass(frozen=True)

@@ -189,15 +189,10 @@ class Builder:
 
 @dataclass(frozen=True)
 class LoadedMethods:
-    """The methods that requests may choose among.
+    """The methods that requests may choose among."""
 
-    Attributes:
-        proposer: Drafts for every request.
-        configs: Configuration of each method by its name, the default first.
-    """
-
-    proposer: Proposer
-    configs: Mapping[str, SpeculativeConfig]
+    proposer: Proposer  # drafts for every request
+    configs: Mapping[str, SpeculativeConfig]  # configuration of each method by its name, the default first
 
     @property
     def adaptive(self) -> str | None:

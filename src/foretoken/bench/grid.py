@@ -36,18 +36,12 @@ LONG = 1000  # tokens of a long context
 
 @dataclass(frozen=True)
 class GridCell:
-    """One race.
+    """One race."""
 
-    Attributes:
-        prompts: One of ``PROMPTS``.
-        quantization: "" is bf16.
-        batch: Prompts completed at once.
-    """
-
-    prompts: str
+    prompts: str  # one of ``PROMPTS``
     temperature: float = 0.0
-    quantization: str = ""
-    batch: int = 1
+    quantization: str = ""  # "" is bf16
+    batch: int = 1  # prompts completed at once
 
     @property
     def name(self) -> str:
@@ -71,23 +65,14 @@ CELLS: tuple[GridCell, ...] = (
 
 @dataclass(frozen=True)
 class GridTask:
-    """Work of every cell.
+    """Work of every cell."""
 
-    Attributes:
-        count: Prompts of a batch of one; larger batches run one batch of that size.
-        max_tokens: Tokens of each prompt.
-        repeats: Turns of every system.
-        picked: Configurations of ours that race beside the default.
-        peer_depths: Draft lengths of the peers.
-        peer_methods: Methods of the peers, as far as they have them.
-    """
-
-    count: int = 4
-    max_tokens: int = 64
-    repeats: int = 3
-    picked: tuple[Config, ...] = HAND_PICKED
-    peer_depths: tuple[int, ...] = (4, 8)
-    peer_methods: tuple[str, ...] = ("draft_model", "ngram")
+    count: int = 4  # prompts of a batch of one; larger batches run one batch of that size
+    max_tokens: int = 64  # tokens of each prompt
+    repeats: int = 3  # turns of every system
+    picked: tuple[Config, ...] = HAND_PICKED  # configurations of ours that race beside the default
+    peer_depths: tuple[int, ...] = (4, 8)  # draft lengths of the peers
+    peer_methods: tuple[str, ...] = ("draft_model", "ngram")  # methods of the peers, as far as they have them
 
 
 class GridRecord:
@@ -192,19 +177,12 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Summary:
-    """The fastest of each kind in one cell, None if nothing ran.
+    """The fastest of each kind in one cell, None if nothing ran."""
 
-    Attributes:
-        default: Ours without a choice.
-        picked: Ours with the best fixed configuration.
-        plain: Ours without speculation.
-        peer: The fastest peer, whatever its method.
-    """
-
-    default: RaceRow | None
-    picked: RaceRow | None
-    plain: RaceRow | None
-    peer: RaceRow | None
+    default: RaceRow | None  # ours without a choice
+    picked: RaceRow | None  # ours with the best fixed configuration
+    plain: RaceRow | None  # ours without speculation
+    peer: RaceRow | None  # the fastest peer, whatever its method
 
     @property
     def others(self) -> tuple[RaceRow | None, ...]:

@@ -53,37 +53,21 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Figures of one workload at one concurrency.
+    """Figures of one workload at one concurrency."""
 
-    Attributes:
-        workload: Its name.
-        concurrency: Requests at once.
-        requests: Requests that were sent.
-        failed: Requests that failed.
-        seconds: Time from the first request to the last answer.
-        prompt_tokens: Mean tokens of a prompt.
-        cached_share: Share of prompt tokens that the server had cached.
-        output_tokens_per_second: Generated tokens of all requests per second.
-        requests_per_second: Answers per second.
-        ttft: Seconds to the first text.
-        itl: Seconds between chunks with text.
-        tpot: Seconds per token after the first.
-        error: The first error, if any request failed.
-    """
-
-    workload: str
-    concurrency: int
-    requests: int
-    failed: int
-    seconds: float
-    prompt_tokens: float
-    cached_share: float
-    output_tokens_per_second: float
-    requests_per_second: float
-    ttft: Percentiles | None
-    itl: Percentiles | None
-    tpot: Percentiles | None
-    error: str | None = None
+    workload: str  # its name
+    concurrency: int  # requests at once
+    requests: int  # requests that were sent
+    failed: int  # requests that failed
+    seconds: float  # time from the first request to the last answer
+    prompt_tokens: float  # mean tokens of a prompt
+    cached_share: float  # share of prompt tokens that the server had cached
+    output_tokens_per_second: float  # generated tokens of all requests per second
+    requests_per_second: float  # answers per second
+    ttft: Percentiles | None  # seconds to the first text
+    itl: Percentiles | None  # seconds between chunks with text
+    tpot: Percentiles | None  # seconds per token after the first
+    error: str | None = None  # the first error, if any request failed
 
     @classmethod
     def of(cls, workload: str, concurrency: int, replies: Sequence[Reply], seconds: float) -> LoadResult:
@@ -160,21 +144,13 @@ _COLD = 2  # beginnings that are sent one by one, each of which takes the whole 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Numbers of requests and tokens to send.
+    """Numbers of requests and tokens to send."""
 
-    Attributes:
-        concurrencies: Requests at once, one run for each.
-        per_client: Requests of each concurrent client.
-        long_tokens: Tokens of a long prompt, about.
-        shared_tokens: Tokens of a shared beginning, about.
-        agents: Number of agents.
-    """
-
-    concurrencies: tuple[int, ...] = (1, 4, 16, 64)
-    per_client: int = 2
-    long_tokens: int = 1500
-    shared_tokens: int = 2000
-    agents: int = 8
+    concurrencies: tuple[int, ...] = (1, 4, 16, 64)  # requests at once, one run for each
+    per_client: int = 2  # requests of each concurrent client
+    long_tokens: int = 1500  # tokens of a long prompt, about
+    shared_tokens: int = 2000  # tokens of a shared beginning, about
+    agents: int = 8  # number of agents
 
 
 def run_workload(name: str, server: LoadedServer, plan: LoadPlan) -> Iterator[LoadResult]:

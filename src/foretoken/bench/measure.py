@@ -28,17 +28,12 @@ QUIET_SECONDS = 0.01  # before each turn: the threads of the task before, those 
 
 @dataclass(frozen=True)
 class TimedTask:
-    """A task to time.
+    """A task to time."""
 
-    Attributes:
-        run: The timed function. If it returns seconds, these count instead of the measured ones.
-        reset: Restores the state after a run, untimed.
-        burst: Runs per turn, for tasks so short that the previous turn's cache effects would show.
-    """
-
+    # the timed function. If it returns seconds, these count instead of the measured ones.
     run: Callable[[], float | None]
-    reset: Callable[[], None] = lambda: None
-    burst: int = 1
+    reset: Callable[[], None] = lambda: None  # restores the state after a run, untimed
+    burst: int = 1  # runs per turn, for tasks so short that the previous turn's cache effects would show
 
     def seconds(self) -> float:
         """Runs one turn. Returns the mean seconds of a run."""
@@ -107,19 +102,12 @@ OnPiece = Callable[[StreamPiece, float], None]
 
 @dataclass(frozen=True)
 class TimedCompletion:
-    """One timed completion of one prompt.
+    """One timed completion of one prompt."""
 
-    Attributes:
-        output: The completion.
-        seconds: Total seconds, prefill included.
-        first_seconds: Seconds until the first piece (TTFT).
-        first_tokens: Tokens in the first piece.
-    """
-
-    output: CompletionOutput
-    seconds: float
-    first_seconds: float
-    first_tokens: int
+    output: CompletionOutput  # the completion
+    seconds: float  # total seconds, prefill included
+    first_seconds: float  # seconds until the first piece (TTFT)
+    first_tokens: int  # tokens in the first piece
 
     @property
     def tokens(self) -> int:
@@ -200,24 +188,16 @@ def timed(llm: LLM, prompt: str, params: SamplingParams, on_piece: OnPiece | Non
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds over all steps but each prompt's first, which includes prefill.
-
-    Attributes:
-        target: Forward passes of the target, inside ``Model.score``.
-        draft: Forward passes of the draft model.
-        propose: The proposer without its passes.
-        verify: As in ``Timings``.
-        commit: As in ``Timings``.
-    """
+    """Seconds over all steps but each prompt's first, which includes prefill."""
 
     steps: int
     tokens: int
     total: float
-    target: float
-    draft: float
-    propose: float
-    verify: float
-    commit: float
+    target: float  # forward passes of the target, inside ``Model.score``
+    draft: float  # forward passes of the draft model
+    propose: float  # the proposer without its passes
+    verify: float  # as in ``Timings``
+    commit: float  # as in ``Timings``
 
     @property
     def other(self) -> float:

@@ -93,17 +93,12 @@ class Entrant:
 
 @dataclass(frozen=True)
 class RaceTask:
-    """The task of all entrants.
+    """The task of all entrants."""
 
-    Attributes:
-        groups: Prompts that run in one batch, each as token ids.
-        max_tokens: Tokens of each prompt, one number for all groups or one for each.
-        warm_up: Prompts that are completed before each turn, untimed; None takes the first group.
-    """
-
-    groups: list[list[list[int]]]
-    max_tokens: int | list[int]
+    groups: list[list[list[int]]]  # prompts that run in one batch, each as token ids
+    max_tokens: int | list[int]  # tokens of each prompt, one number for all groups or one for each
     temperature: float
+    # prompts that are completed before each turn, untimed; None takes the first group
     warm_up: list[list[int]] | None = None
 
     @property
@@ -114,18 +109,7 @@ class RaceTask:
 
 @dataclass(frozen=True)
 class RaceRow:
-    """The result of one entrant: medians over the repeats; spreads are (lowest, highest).
-
-    Attributes:
-        prefill_seconds: Until every prompt of a group had its first tokens.
-        tokens_per_pass: Emitted tokens per target pass.
-        identical_to_plain: Whether all texts equal the system's own plain ones. None for sampled texts.
-        best: Whether this is the depth at which the system and method were fastest.
-        weights: How the system stores the target's weights.
-        resident_bytes: Largest resident memory of the system's processes after a turn; 0 if hidden.
-        sampling_bias_z: Sampling bias in standard errors, see ``sampling_bias.py``.
-        sampling_bias_nats: Sampling bias in nats per token.
-    """
+    """The result of one entrant: medians over the repeats; spreads are (lowest, highest)."""
 
     system: str
     version: str
@@ -138,17 +122,17 @@ class RaceRow:
     tokens_per_second_spread: tuple[float, float]
     decode_tokens_per_second: float
     decode_tokens_per_second_spread: tuple[float, float]
-    prefill_seconds: float
-    tokens_per_pass: float
-    identical_to_plain: bool | None
+    prefill_seconds: float  # until every prompt of a group had its first tokens
+    tokens_per_pass: float  # emitted tokens per target pass
+    identical_to_plain: bool | None  # whether all texts equal the system's own plain ones. None for sampled texts.
     identical_texts: int | None
     texts: int
     repeats: int
-    weights: str = "bf16"
-    best: bool = False
-    resident_bytes: int = 0
-    sampling_bias_z: float | None = None
-    sampling_bias_nats: float | None = None
+    weights: str = "bf16"  # how the system stores the target's weights
+    best: bool = False  # whether this is the depth at which the system and method were fastest
+    resident_bytes: int = 0  # largest resident memory of the system's processes after a turn; 0 if hidden
+    sampling_bias_z: float | None = None  # sampling bias in standard errors, see ``sampling_bias.py``
+    sampling_bias_nats: float | None = None  # sampling bias in nats per token
 
 
 def turns(count: int, repeats: int) -> list[int]:
@@ -317,23 +301,16 @@ def _groups(rows: Sequence[RaceRow]) -> list[list[RaceRow]]:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The models of a race and its settings.
-
-    Attributes:
-        draft: None if no method needs one.
-        quantization: "" is bf16. Of a GGUF file, its type.
-        weights: How one system stores the target.
-        dtype: Of what is not quantized; transformers and ours alone take others than bfloat16.
-    """
+    """The models of a race and its settings."""
 
     target: Path
-    draft: Path | None
+    draft: Path | None  # None if no method needs one
     depths: tuple[int, ...]
     batch: int = 1
-    quantization: str = ""
+    quantization: str = ""  # "" is bf16. Of a GGUF file, its type.
     max_length: int = 2048
-    weights: str = "bf16"
-    dtype: str = "bfloat16"
+    weights: str = "bf16"  # how one system stores the target
+    dtype: str = "bfloat16"  # of what is not quantized; transformers and ours alone take others than bfloat16
 
     def setup(self, peer: Peer, method: str) -> Setup:
         return Setup(

@@ -81,15 +81,10 @@ def load_prompts(path: Path, count: int | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class Repair:
-    """A task for encoder-decoders, as token ids, from files outside the training data.
+    """A task for encoder-decoders, as token ids, from files outside the training data."""
 
-    Attributes:
-        source: Broken code to repair.
-        length: Tokens of the fixed code, end-of-sequence included.
-    """
-
-    source: tuple[int, ...]
-    length: int
+    source: tuple[int, ...]  # broken code to repair
+    length: int  # tokens of the fixed code, end-of-sequence included
 
 
 def repairs(model: Path, count: int) -> list[Repair]:

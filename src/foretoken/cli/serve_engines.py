@@ -42,23 +42,14 @@ _KEYS = ("model", "draft_model", "served_model_name", "max_waiting", "lora_modul
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One served model.
+    """One served model."""
 
-    Attributes:
-        model: See ``LLM``.
-        draft_model: See ``LLM``.
-        names: What clients call it.
-        max_waiting: See ``Worker``; None takes the option's.
-        options: Arguments of ``LLM`` that differ from the options.
-        settings: Settings that differ from the options.
-    """
-
-    model: str | None
-    draft_model: str | None
-    names: tuple[str, ...]
-    max_waiting: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None  # see ``LLM``
+    draft_model: str | None  # see ``LLM``
+    names: tuple[str, ...]  # what clients call it
+    max_waiting: int | None = None  # see ``Worker``; None takes the option's
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of ``LLM`` that differ from the options
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from the options
 
 
 def read_models(file: Path) -> list[ModelEntry]:

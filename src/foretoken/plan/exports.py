@@ -27,20 +27,14 @@ model.generate(**inputs, assistant_model=draft)"""  # by default transformers en
 
 @dataclass(frozen=True)
 class EngineForms:
-    """Settings of another engine.
+    """Settings of another engine."""
 
-    Attributes:
-        name: The engine.
-        version: Version or commit whose documentation and options the settings were checked against.
-        methods: By our method, pieces of the settings with our keys as fields. ``depth`` is the length of a chain, and
-            ``rows`` one more. Pieces whose key is missing are skipped.
-        length: Pieces that change the draft length alone.
-    """
-
-    name: str
-    version: str
+    name: str  # the engine
+    version: str  # version or commit whose documentation and options the settings were checked against
+    # by our method, pieces of the settings with our keys as fields. ``depth`` is the length of a chain, and ``rows``
+    # one more. Pieces whose key is missing are skipped.
     methods: Mapping[str, Sequence[str]]
-    length: Sequence[str] = ()
+    length: Sequence[str] = ()  # pieces that change the draft length alone
 
 
 def _each(template: str, names: Mapping[str, str], *pieces: str) -> dict[str, tuple[str, ...]]:

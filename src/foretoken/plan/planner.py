@@ -219,21 +219,14 @@ class PlanSettings:
 
 @dataclass
 class Planner:
-    """Plans for one target.
+    """Plans for one target."""
 
-    Args:
-        target: Target model.
-        build: Builds a proposer from a configuration, as ``speculation.Builder.build`` does.
-        settings: What to plan for.
-        eos: Ids of end-of-text tokens.
-        say: Reports progress.
-    """
-
-    target: Model
+    target: Model  # target model
+    # builds a proposer from a configuration, as ``speculation.Builder.build`` does
     build: Callable[[SpeculativeConfig], Proposer]
-    settings: PlanSettings
-    eos: Collection[int] = ()
-    say: Say = lambda what, share: None
+    settings: PlanSettings  # what to plan for
+    eos: Collection[int] = ()  # ids of end-of-text tokens
+    say: Say = lambda what, share: None  # reports progress
     _done: float = field(default=0.0, init=False)  # units of work: texts, candidates, and candidates that are timed
     _total: float = field(default=1.0, init=False)
 

@@ -38,21 +38,13 @@ _RULE: dict[str, Any] = {"color": "k", "linestyle": (0, (5, 4)), "linewidth": 1.
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis.
+    """One axis."""
 
-    Args:
-        label: Quantity and unit.
-        zero: Whether the axis includes 0.
-        log: Logarithmic scale, for positive values.
-        at: Positions of the ticks, empty for automatic ones.
-        high: A value that is always shown.
-    """
-
-    label: str
-    zero: bool = False
-    log: bool = False
-    at: tuple[float, ...] = ()
-    high: float | None = None
+    label: str  # quantity and unit
+    zero: bool = False  # whether the axis includes 0
+    log: bool = False  # logarithmic scale, for positive values
+    at: tuple[float, ...] = ()  # positions of the ticks, empty for automatic ones
+    high: float | None = None  # a value that is always shown
 
     def shows(self, value: float) -> bool:
         return math.isfinite(value) and (value > 0 or not self.log)
@@ -95,19 +87,12 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class StepLap:
-    """One decode step of a timeline.
+    """One decode step of a timeline."""
 
-    Args:
-        number: Its number on the page.
-        seconds: Seconds of its parts, in order.
-        label: Text above it.
-        note: Text shown when it is selected.
-    """
-
-    number: int
-    seconds: tuple[float, ...]
-    label: str
-    note: str = ""
+    number: int  # its number on the page
+    seconds: tuple[float, ...]  # seconds of its parts, in order
+    label: str  # text above it
+    note: str = ""  # text shown when it is selected
 
     @property
     def total(self) -> float:

@@ -21,54 +21,32 @@ ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of the text, or a rejected draft token.
+    """One token of the text, or a rejected draft token."""
 
-    Args:
-        id: Token id.
-        text: Its text.
-        origin: ``ACCEPTED``, ``REJECTED`` or ``TARGET``.
-        step: Number of the decode step, from 1.
-        p: The target's softmax before sampling parameters.
-        rank: Its rank among the target's tokens.
-        q: Probability with which it was drafted, None if it was not sampled.
-        score: Predicted probability that it is accepted with all tokens before it, None if the draft has none.
-        others: The target's likeliest other tokens, with probabilities.
-        cut: Whether it was emitted, but its text was not (a stop string, an end-of-text token).
-    """
-
-    id: int
-    text: str
-    origin: str
-    step: int
-    p: float | None = None
-    rank: int | None = None
-    q: float | None = None
+    id: int  # token id
+    text: str  # its text
+    origin: str  # ``ACCEPTED``, ``REJECTED`` or ``TARGET``
+    step: int  # number of the decode step, from 1
+    p: float | None = None  # the target's softmax before sampling parameters
+    rank: int | None = None  # its rank among the target's tokens
+    q: float | None = None  # probability with which it was drafted, None if it was not sampled
+    # predicted probability that it is accepted with all tokens before it, None if the draft has none
     score: float | None = None
-    others: tuple[tuple[str, float], ...] = ()
-    cut: bool = False
+    others: tuple[tuple[str, float], ...] = ()  # the target's likeliest other tokens, with probabilities
+    cut: bool = False  # whether it was emitted, but its text was not (a stop string, an end-of-text token)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceStep:
-    """One decode step.
+    """One decode step."""
 
-    Args:
-        number: Its number, from 1.
-        timings: Seconds of its parts.
-        drafted: Number of draft tokens.
-        verified: Number of draft positions that were verified.
-        accepted: Number of them that were accepted.
-        emitted: Number of emitted tokens.
-        prompt: Whether it includes the prompt's prefill.
-    """
-
-    number: int
-    timings: Timings
-    drafted: int
-    verified: int
-    accepted: int
-    emitted: int
-    prompt: bool
+    number: int  # its number, from 1
+    timings: Timings  # seconds of its parts
+    drafted: int  # number of draft tokens
+    verified: int  # number of draft positions that were verified
+    accepted: int  # number of them that were accepted
+    emitted: int  # number of emitted tokens
+    prompt: bool  # whether it includes the prompt's prefill
 
 
 @dataclass(frozen=True, slots=True)

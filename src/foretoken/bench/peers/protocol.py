@@ -16,30 +16,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setup:
-    """Models and settings that a process loads once.
-
-    Attributes:
-        method: "plain", or a speculation method.
-        depth: Draft tokens per step; 0 where each request carries its own.
-        quantization: The race's name for the weights; "" is bf16.
-        weights: How this system stores the target's weights: "bf16", "int8", "Q4_0" ...
-        max_length: Prompt and output tokens together.
-        dtype: Of what is not quantized.
-        options: The system's own options, values as JSON.
-    """
+    """Models and settings that a process loads once."""
 
     system: str
-    method: str
+    method: str  # "plain", or a speculation method
     target: str
     draft: str = ""
-    depth: int = 0
-    quantization: str = ""
-    weights: str = "bf16"
-    max_length: int = 2048
+    depth: int = 0  # draft tokens per step; 0 where each request carries its own
+    quantization: str = ""  # the race's name for the weights; "" is bf16
+    weights: str = "bf16"  # how this system stores the target's weights: "bf16", "int8", "Q4_0" ...
+    max_length: int = 2048  # prompt and output tokens together
     batch: int = 1
     threads: int = 1
-    dtype: str = "bfloat16"
-    options: tuple[tuple[str, str], ...] = ()
+    dtype: str = "bfloat16"  # of what is not quantized
+    options: tuple[tuple[str, str], ...] = ()  # the system's own options, values as JSON
 
 
 OWN_CHOICE = -1
@@ -61,25 +51,18 @@ class PeerRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """Completions and their timing.
-
-    Attributes:
-        first_seconds: Seconds until every prompt had its first tokens.
-        first_tokens: All tokens emitted by then.
-        passes: Target passes, counted once for every sequence in a pass.
-        passes_each: Passes of each prompt without its first, if the system counts them.
-        step_seconds: Seconds of each decode step in which all sequences took part, if the system times them.
-        emitted: Tokens of each such pass of each sequence.
-    """
+    """Completions and their timing."""
 
     tokens: list[list[int]]
     seconds: float
-    first_seconds: float
-    first_tokens: int
-    passes: int
+    first_seconds: float  # seconds until every prompt had its first tokens
+    first_tokens: int  # all tokens emitted by then
+    passes: int  # target passes, counted once for every sequence in a pass
+    # passes of each prompt without its first, if the system counts them
     passes_each: list[int] = field(default_factory=list)
+    # seconds of each decode step in which all sequences took part, if the system times them
     step_seconds: list[float] = field(default_factory=list)
-    emitted: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)  # tokens of each such pass of each sequence
 
     @property
     def total(self) -> int:

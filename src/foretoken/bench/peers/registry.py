@@ -28,26 +28,17 @@ def _same(names: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Peer:
-    """One system.
-
-    Attributes:
-        home: Its virtual environment below ``folder()``; "" is the current one.
-        methods: Speculation methods.
-        batches: Whether it takes several prompts at once.
-        fixed_depth: Whether the depth is chosen when it loads.
-        weights: How it stores the target, by the race's quantization; "" is bf16.
-        reads_gguf: Whether its models can be GGUF files.
-        program: A file in its environment that it needs besides Python.
-    """
+    """One system."""
 
     name: str
-    home: str = ""
-    methods: tuple[str, ...] = ("draft_model",)
-    batches: bool = False
-    fixed_depth: bool = False
+    home: str = ""  # its virtual environment below ``folder()``; "" is the current one
+    methods: tuple[str, ...] = ("draft_model",)  # speculation methods
+    batches: bool = False  # whether it takes several prompts at once
+    fixed_depth: bool = False  # whether the depth is chosen when it loads
+    # how it stores the target, by the race's quantization; "" is bf16
     weights: Mapping[str, str] = field(default_factory=lambda: {"": "bf16"}, hash=False)
-    reads_gguf: bool = False
-    program: str = ""
+    reads_gguf: bool = False  # whether its models can be GGUF files
+    program: str = ""  # a file in its environment that it needs besides Python
 
     @property
     def place(self) -> Path:
