@@ -108,12 +108,7 @@ class Bench:
 def cuts(texts: Sequence[str], tokenizer: Any, count: int, length: int, following: int) -> TokenIds:
     """Returns ``count`` excerpts of ``length`` tokens from random places of the files, the same ones every time.
 
-    Args:
-        texts: Contents of the files.
-        tokenizer: A transformers tokenizer.
-        count: Number of excerpts.
-        length: Tokens of an excerpt.
-        following: Tokens that must follow an excerpt in its file.
+    following: Tokens that must follow an excerpt in its file.
     """
     # The tokenizer beneath: a whole file is longer than the model's positions, which is no reason for a warning.
     streams = [tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

@@ -16,9 +16,7 @@ _PRODUCTS = 64  # of one vpdpbusd
 class Floors:
     """Tasks that take the least time that the machine allows, on all cores.
 
-    Args:
-        max_bytes: The most memory that is read.
-        flags: Compiler flags; vpdpbusd needs "-mavx512vnni".
+    max_bytes: The most memory that is read. flags: Compiler flags; vpdpbusd needs "-mavx512vnni".
     """
 
     def __init__(self, max_bytes: int, *flags: str) -> None:

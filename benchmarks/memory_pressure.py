@@ -57,11 +57,7 @@ def prompts(count: int, length: int, llm: LLM) -> list[list[int]]:
 def serve(llm: LLM, ids: list[list[int]], tokens: int, seen: Callable[[int, float], None]) -> list[tuple[int, ...]]:
     """Completes all prompts and returns their texts.
 
-    Args:
-        llm: The model.
-        ids: Prompts in tokens.
-        tokens: Tokens of a completion.
-        seen: Called after every step with its number and the mean number of draft tokens.
+    seen: Called after every step with its number and the mean number of draft tokens.
     """
     params = [SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)] * len(ids)
     texts: dict[int, tuple[int, ...]] = {}

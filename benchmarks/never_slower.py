@@ -129,10 +129,7 @@ class Sides:
     def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Totals]:
         """Runs one batch on both sides, alternating step by step. Returns the totals by whether the side is guarded.
 
-        Args:
-            prompts: Prompts of the batch.
-            params: Sampling parameters.
-            first: Whether the guarded side runs the first step.
+        first: Whether the guarded side runs the first step.
         """
         batch = len(prompts)
         engine = partial(Engine, self.llm.target, max_sequences=batch, prompt_rows=PIECE)

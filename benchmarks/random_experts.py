@@ -50,10 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def write(kind: str, folder: Path, **changes: Any) -> int:
     """Writes the checkpoint, as transformers saves it, and returns its number of parameters.
 
-    Args:
-        kind: one of ``SHAPES``.
-        folder: where it is written.
-        changes: fields of the configuration in place of the shape's.
+    kind: one of ``SHAPES``. changes: fields of the configuration in place of the shape's.
     """
     tokenizer = load_tokenizer(zoo.path("target"))
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -56,13 +56,7 @@ def scored(model: Model, tokens: list[int]) -> torch.Tensor:
 
 
 def scored_by_head(model: Model, head: LoadedEagle, tokens: list[int]) -> torch.Tensor:
-    """Returns the distributions [N, V] of a head after each token, in its first draft position; zeros after the first.
-
-    Args:
-        model: The head's target.
-        head: The head.
-        tokens: The text.
-    """
+    """Returns a head's distributions [N, V] after each token, in its first draft position; zeros after the first."""
     handle = model.open(tokens[:1])
     (scores,) = model.score([handle], [Draft.chain(tokens[1:])], head.taps)
     model.close(handle)

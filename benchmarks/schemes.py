@@ -65,11 +65,8 @@ class Variant:
 def load(target: Path, scheme: str, weight_format: str = "raw", kernels: Path | None = None) -> Loaded:
     """Loads the target in a scheme.
 
-    Args:
-        target: The checkpoint.
-        scheme: The scheme.
-        weight_format: Of bfloat16 weights.
-        kernels: Folder of libraries in place of those of the package; those that it lacks are compiled.
+    weight_format: Of bfloat16 weights. kernels: Folder of libraries in place of those of the package; those that it
+    lacks are compiled.
 
     Raises:
         InvalidRequest: The scheme does not run on the compiled kernels here.

@@ -35,11 +35,7 @@ def serving(*arguments: str) -> AbstractContextManager[tuple[str, int]]:
 def vllm_serving(model: str, draft: str, depth: int, *more: str) -> AbstractContextManager[tuple[str, int]]:
     """Runs vLLM's server within the ``with`` block. Yields its address and its process id.
 
-    Args:
-        model: The target's checkpoint.
-        draft: The draft model's.
-        depth: The draft length, 0 is plain decoding.
-        more: Further arguments of the server.
+    depth: The draft length, 0 is plain decoding. more: Further arguments of the server.
     """
     peer = PEERS["vllm"]
     threads = ",".join(map(str, sorted(os.sched_getaffinity(0))))

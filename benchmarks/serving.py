@@ -132,12 +132,7 @@ async def many(
 ) -> tuple[list[Answer], int, str]:
     """Sends all requests while replicas are killed. Returns answers, number of kills, and the final metrics page.
 
-    Args:
-        server: Its address and process.
-        bodies: The requests.
-        leaving: Chunks after which a client disconnects, or None.
-        concurrency: Requests at once.
-        kills: Replicas to kill, and the seconds before each.
+    leaving: Chunks after which a client disconnects, or None. kills: Replicas to kill, and the seconds before each.
     """
     url, process = server
     killed = 0

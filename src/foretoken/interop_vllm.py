@@ -56,14 +56,7 @@ def predict(prompt: Sequence[int], text: Sequence[int]) -> None:
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """One request of vLLM.
-
-    Args:
-        context: The sequence.
-        row: Its tokens in the last call.
-        chain: The last draft.
-        absent: Number of calls since it was last in the batch.
-    """
+    """One request of vLLM."""
 
     context: Context
     row: Ids

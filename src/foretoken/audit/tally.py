@@ -223,7 +223,6 @@ class TokenTally:
         """Adds a completion.
 
         Args:
-            text: The completion.
             probs: [n, V], the exact distributions.
             spread: [n], uniforms that nothing else uses.
             reference: [n, V], see ``Audited.reference``.

@@ -122,14 +122,7 @@ def run(
     """Races every cell that the record lacks, and yields it once it is kept.
 
     Args:
-        cells: What to race.
         pairing: The models. Depths, batch and weights are set by the cell.
-        candidates: The peers.
-        encode: Returns token ids.
-        task: What every cell runs.
-        record: Of finished cells.
-        start: Loads a system.
-        say: Receives notes.
     """
     finished = record.rows()
     for cell in cells:

@@ -315,10 +315,8 @@ def server_process(
 ) -> Iterator[tuple[str, int]]:
     """Runs a server within the ``with`` block. Yields its address and its process id.
 
-    Args:
-        command: The command without ``--host`` and ``--port``, which are added.
-        ready: Path that answers 200 once the server can be used.
-        environment: Environment variables besides those of this process.
+    command: The command without ``--host`` and ``--port``, which are added. ready: Path that answers 200 once the
+    server can be used.
 
     Raises:
         ForetokenError: The server does not start; with its last line.

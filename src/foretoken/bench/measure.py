@@ -70,8 +70,7 @@ class Stopwatch:
     Attributes:
         seconds: Seconds inside all methods.
 
-    Args:
-        methods: Objects with a method's name each.
+    methods: Objects with a method's name each.
     """
 
     def __init__(self, methods: Iterable[tuple[Any, str]]) -> None:

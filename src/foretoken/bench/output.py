@@ -106,10 +106,7 @@ def wide_console() -> Console:
 def figures(heads: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Table:
     """Returns a table in Markdown. Columns of figures are aligned to the right, other columns to the left.
 
-    Args:
-        heads: Heads of the columns.
-        rows: Cells of each row, which are printed as ``str`` has them.
-        title: A line above the table.
+    rows: Cells of each row, which are printed as ``str`` has them. title: A line above the table.
     """
     lines = [[str(cell) for cell in row] for row in rows]
     table = Table(box=box.MARKDOWN, title=title)
@@ -127,7 +124,6 @@ def listing(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]], ti
     Args:
         columns: The format of each column over a record's fields, such as "{seconds:.2f}", by the column's head.
         records: Fields by name. A cell is empty if a field of its format is missing or None.
-        title: A line above the table.
     """
     return figures(list(columns), ([_cell(form, each) for form in columns.values()] for each in records), title)
 
@@ -148,12 +144,8 @@ def report(
 ) -> None:
     """Prints the result of a run with its setting, and writes both to ``file`` as JSON.
 
-    Args:
-        parts: Tables and lines to print.
-        facts: Facts of the run besides machine, versions, date and command.
-        file: The JSON file; None writes none.
-        as_json: Whether to print the JSON document instead of the parts.
-        record: Results by name, beside "setting" in the file.
+    facts: Facts of the run besides machine, versions, date and command. record: Results by name, beside "setting" in
+    the file.
     """
     console, facts = wide_console(), setting() | dict(facts)
     text = json.dumps({"setting": facts, **record}, indent=2, default=str, ensure_ascii=False)

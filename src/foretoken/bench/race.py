@@ -29,9 +29,7 @@ class Pool:
     """Keeps workers loaded while memory suffices.
 
     Args:
-        start: Starts a worker.
         schedule: The setup of every turn. The worker whose next turn is furthest away is unloaded first.
-        fits: Whether a setup fits into free memory.
     """
 
     def __init__(
@@ -153,13 +151,7 @@ def race(
 ) -> tuple[list[RaceRow], RaceAnswers]:
     """Runs all entrants on all tasks, interleaved.
 
-    Args:
-        entrants: The systems.
-        tasks: The tasks.
-        repeats: Turns of each entrant on each task.
-        start: Loads a system.
-        say: Receives a line about a system that failed.
-        track: Wraps the turns to show progress.
+    say: Receives a line about a system that failed. track: Wraps the turns to show progress.
 
     Returns:
         Rows and answers of every entrant that finished.

@@ -143,10 +143,8 @@ class ResultOptions:
     ) -> None:
         """Prints a result, and writes it to a file.
 
-        Args:
-            record: The JSON document.
-            parts: Returns the tables and lines to print instead, if JSON is not requested.
-            facts: The setting of the measurement, which is printed behind them.
+        parts: Returns the tables and lines to print instead, if JSON is not requested. facts: The setting of the
+        measurement, which is printed behind them.
 
         Raises:
             WriteError: The file cannot be written.
@@ -362,8 +360,6 @@ def models_or_bundled(
     """Returns target and draft, the bundled pair in place of what is not given.
 
     Args:
-        target: The target, if given.
-        draft: The draft model, if given.
         configs: The ways to speculate. The draft is None if it was not given and none of them needs one.
 
     Raises:

@@ -195,13 +195,7 @@ def replicas_app(
 ) -> Iterator[tuple[FastAPI, Sequence[Servable]]]:
     """Starts replicas, yields the app and its one worker in front of them, and ends them.
 
-    Args:
-        engine: Arguments of ``ReplicaConfig``.
-        scale: Arguments of ``ReplicaScale``.
-        settings: Settings of the server.
-        tracer: Traces requests.
-        verbose: Whether Ray's own messages are shown.
-        drain_timeout: Seconds that running requests have to finish.
+    engine: Arguments of ``ReplicaConfig``. scale: Arguments of ``ReplicaScale``.
     """
     deploy = _deploying(alone="address" not in scale)
     from foretoken.serve.replicas import ReplicaScale

@@ -140,16 +140,10 @@ class PlanRow:
         """Returns the row of a candidate at one draft length.
 
         Args:
-            candidate: The candidate.
-            depth: Draft length.
-            tokens: Tokens per pass.
             tokens_width: Half the width of the interval of their logarithm, for another sample.
             seconds_width: Likewise of step over plain step.
             first: Seconds until every prompt has its first token, in plain decoding and with the candidate.
             decoded: Tokens of a request after its first.
-            plain_seconds: Seconds of a plain step.
-            step_seconds: Seconds of a step.
-            facts: The other fields.
         """
         speedup = tokens * plain_seconds / step_seconds
         fewest, most = around(tokens, tokens_width)

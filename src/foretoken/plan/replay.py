@@ -281,8 +281,7 @@ def step_starts(reach: Reals) -> tuple[Reals, Reals]:
     N is the number of tokens of a step, the target's own included. A step that begins at t is followed by one at t + N:
     pi_0 = 1 and pi_{t+m} += pi_t (S_{m-1} - S_m). The sum of pi is the expected number of steps that emit the text.
 
-    Args:
-        reach: ``survival``, [depth + 1, n].
+    reach: ``survival``, [depth + 1, n].
     """
     lengths = -np.diff(reach, axis=0, append=0.0).T
     count, sizes = lengths.shape

@@ -53,7 +53,6 @@ def simulate(
     """Simulates every strategy on the same texts.
 
     Args:
-        setting: Workers and text.
         strategies: Names out of ``STRATEGIES``.
         repeats: Number of texts. Times and counts are sums over them.
 

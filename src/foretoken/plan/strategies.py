@@ -101,9 +101,7 @@ class SimulatedRequest:
     def accepts(self, place: int, position: int) -> bool:
         """Whether a draft token is accepted.
 
-        Args:
-            place: Its position in the text.
-            position: Its position since the last token of the target's own, from 0.
+        place: Its position in the text. position: Its position since the last token of the target's own, from 0.
         """
         while len(self._tape) <= place:
             self._tape.append(self._random.random())

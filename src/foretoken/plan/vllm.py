@@ -220,10 +220,6 @@ def answers(
     """Runs every lane at its draft lengths, each beside plain decoding.
 
     Args:
-        bench: Settings of the measurement.
-        lanes: Candidates.
-        prompts: Token ids.
-        say: Reports progress.
         start: Starts the process of a lane. None is ``bench.start``.
         refused: Called with a lane that vLLM fails to load or run. The others continue.
 

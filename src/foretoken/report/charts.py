@@ -127,10 +127,7 @@ def lines(
 def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: float = 0.0, note: str = "") -> Markup:
     """Returns a scatter plot with the diagonal y = x, intervals of y as whiskers.
 
-    Args:
-        x: Label of the horizontal axis.
-        y: Label of the vertical axis.
-        within: Relative deviation from the diagonal that is shaded.
+    within: Relative deviation from the diagonal that is shaded.
     """
     across, up = Axis(x, zero=True), Axis(y, zero=True)
     drawn = _drawable(series, across, up)
@@ -411,10 +408,7 @@ _STYLE: dict[Any, Any] = {
 def render(width: float, height: float, paint: Callable[[Figure], None], tips: Iterable[str]) -> Markup:
     """Returns the shapes that ``paint`` renders, in the page's colours, without references, and with tooltips.
 
-    Args:
-        width: Width of the canvas, in the units of the drawing.
-        paint: Draws on a figure of matplotlib.
-        tips: Tooltips of the markers, or of the shapes with ids "step-<number>", in drawing order.
+    tips: Tooltips of the markers, or of the shapes with ids "step-<number>", in drawing order.
 
     Raises:
         InvalidRequest: Matplotlib is not installed.

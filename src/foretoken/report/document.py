@@ -141,9 +141,7 @@ _templates = cache(_Templates)
 def render(template: str, setting: object = None, **values: Any) -> str:
     """Returns a complete page that fetches nothing.
 
-    Args:
-        template: Its file, which extends ``page.jinja``.
-        setting: Facts that make the figures reproducible, listed at the end.
-        values: Values for the template.
+    template: Its file, which extends ``page.jinja``. setting: Facts that make the figures reproducible, listed at the
+    end.
     """
     return _templates().get_template(template).render(setting=record(setting), **values)

@@ -61,8 +61,7 @@ def page(plan: Mapping[str, Any]) -> str:
 def predictions_page(comparison: Mapping[str, Any]) -> str:
     """Returns an HTML document.
 
-    Args:
-        comparison: {"setting": ..., "rows": [{"predicted", "low", "high", "measured", ...}]}
+    comparison: {"setting": ..., "rows": [{"predicted", "low", "high", "measured", ...}]}.
     """
     rows = records(comparison.get("rows"))
     keys = ("num_speculative_tokens", "temperature", "batch")
@@ -95,7 +94,6 @@ def speedups(
         rows: Predictions with "speedup", "low" and "high".
         across: Label of the horizontal axis, and the key of its value.
         note: Additional text of a row.
-        name: Name of a row's line.
     """
     label, key = across
     points: dict[str, list[Point]] = {}

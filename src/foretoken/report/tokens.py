@@ -166,10 +166,7 @@ def _others(row: Mapping[int, Logprob], token: int) -> tuple[tuple[str, float], 
 def wilson(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
     """Returns Wilson's score interval of hits / trials, (0, 1) for no trials.
 
-    Args:
-        hits: At least 0.
-        trials: At least ``hits``.
-        z: Standard errors; the default is 95 %.
+    z: Standard errors; the default is 95 %.
     """
     if trials <= 0:
         return 0.0, 1.0

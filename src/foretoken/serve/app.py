@@ -68,11 +68,7 @@ def create_app(
 ) -> FastAPI:
     """Returns the app of a worker. Its lifespan starts and closes the worker.
 
-    Args:
-        worker: Runs the engine.
-        settings: The server's settings.
-        tracer: Traces requests.
-        guarded: Whether the app checks keys and limits; not so behind an app that has.
+    guarded: Whether the app checks keys and limits; not so behind an app that has.
 
     Raises:
         InvalidRequest: The key file of the settings cannot be read, or their chat template is not valid Jinja.
@@ -116,12 +112,7 @@ def create_gateway(
 ) -> FastAPI:
     """Returns an app in front of other apps, which checks keys, rates, bodies and concurrency.
 
-    Args:
-        settings: The server's settings.
-        tracer: Traces requests.
-        routes: Endpoints of the paths that it answers itself.
-        forward: Answers all other HTTP requests.
-        lifespan: Lifespan of the app.
+    routes: Endpoints of the paths that it answers itself. forward: Answers all other HTTP requests.
 
     Raises:
         InvalidRequest: The key file of the settings cannot be read.

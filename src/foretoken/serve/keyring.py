@@ -174,7 +174,6 @@ class KeyRing:
         keys: Keys without limits, as they are.
         file: A key file, which is read again when it changes.
         allow_admin: Whether ``keys`` have the scope admin.
-        clock: Returns monotonic seconds.
 
     Raises:
         InvalidRequest: The file cannot be read.

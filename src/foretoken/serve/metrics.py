@@ -156,7 +156,6 @@ class Metrics(MetricsPage):
         model_name: Label of all metrics.
         usage: Returns the load of the engine. Called when metrics are read.
         method_of: Returns the method that drafted in a step, for the label ``method``. Without it the label is empty.
-        clock: Returns monotonic seconds.
     """
 
     def __init__(

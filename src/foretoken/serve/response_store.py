@@ -42,12 +42,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores the most recently used responses, within both limits.
-
-    Args:
-        count: Number of responses; None is no limit.
-        size: Bytes of all of them; None is no limit.
-    """
+    """Stores the most recently used responses, within both limits. None is no limit."""
 
     def __init__(self, count: int | None, size: int | None) -> None:
         self.enabled = count is not None or size is not None

@@ -47,11 +47,8 @@ class Server(uvicorn.Server):
     """Shuts down in two steps: the first signal refuses new requests and lets others finish; the second stops at once.
 
     Args:
-        app: The app.
-        workers: Answer its requests.
         drain_timeout: Seconds for running requests to finish. Then they end with an error.
         announce: Called once requests are accepted.
-        tls: Certificate; None serves without TLS.
     """
 
     def __init__(

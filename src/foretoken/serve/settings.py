@@ -76,7 +76,6 @@ def allowed_hosts(host: str, bound: str, keys: bool, given: Sequence[str]) -> Al
     Args:
         host: the address in the user's words.
         bound: the address that the socket is bound to.
-        keys: whether requests need an API key.
         given: further names, from the user.
 
     Raises:

@@ -294,11 +294,8 @@ class Worker(EngineThread):
     ) -> Generation:
         """Checks and queues all of ``prompts``, or none.
 
-        Args:
-            prompts: The prompts.
-            params: Sampling parameters of all of them.
-            bad_words: The tokens of the bad words, where they are not in ``params``.
-            options: Further arguments of ``Generation``.
+        bad_words: The tokens of the bad words, where they are not in ``params``. options: Further arguments of
+        ``Generation``.
 
         Raises:
             InvalidRequest: A prompt or a parameter is not valid for this model.

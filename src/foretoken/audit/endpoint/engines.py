@@ -110,12 +110,7 @@ class EnginePair:
 
 @contextmanager
 def started(name: str, model: str | Path, config: SpeculativeConfig) -> Iterator[EnginePair]:
-    """Runs both processes of an engine within the ``with`` block.
-
-    Args:
-        name: Of ``ENGINES``.
-        model: The target's checkpoint, or its name on the hub.
-        config: Method, draft model and draft length.
+    """Runs both processes of an engine within the ``with`` block. name: Of ``ENGINES``.
 
     Raises:
         InvalidRequest: The engine is not set up, or does not have the method.

@@ -110,9 +110,7 @@ class Watch:
 def serve(load: Callable[[Setup], tuple[Callable[[Any], Any], str]], request: Callable[..., Any] = PeerRequest) -> None:
     """Replies until standard input ends. Libraries may print to standard output; theirs goes to standard error.
 
-    Args:
-        load: Returns a function that completes requests, and a version.
-        request: The class of the requests.
+    load: Returns a function that completes requests, and a version.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

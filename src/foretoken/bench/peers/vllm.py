@@ -54,10 +54,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
 def engine(setup: Setup, config: dict[str, Any] | None = None, **arguments: Any) -> tuple[Any, Any]:
     """Returns ``vllm.LLM`` and the module. Variables of the environment that the user has set are kept.
 
-    Args:
-        setup: Models and settings.
-        config: vLLM's ``speculative_config``, None for plain decoding.
-        arguments: Further arguments of ``vllm.LLM``.
+    config: vLLM's ``speculative_config``, None for plain decoding. arguments: Further arguments of ``vllm.LLM``.
     """
     cores = sorted(os.sched_getaffinity(0))[: setup.threads]
     usual = {
@@ -137,11 +134,6 @@ class Depths:
 
     The table that its scheduler reads (vLLM's ``num_speculative_tokens_per_batch_size``) is set before each request.
     Proposers that learn from texts are created once per depth, so that none finds what another has just written.
-
-    Args:
-        llm: ``vllm.LLM``.
-        speculation: Its ``speculative_config``.
-        max_sequences: Its batch limit.
     """
 
     def __init__(self, llm: Any, speculation: dict[str, Any], max_sequences: int) -> None:

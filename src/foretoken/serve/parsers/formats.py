@@ -231,10 +231,8 @@ def check_parsers(calls: str | None, reasoning: str | None) -> None:
 def chosen_format(template: str | None, calls: str | None = None, reasoning: str | None = None) -> OutputFormat:
     """Returns the format of a chat template, or that of the parsers that are named instead of it.
 
-    Args:
-        template: The chat template.
-        calls: A name of ``TOOL_CALL_PARSERS``, None for the one that the template shows.
-        reasoning: A name of ``REASONING_PARSERS``, ``none`` for a model that does not reason.
+    calls: A name of ``TOOL_CALL_PARSERS``, None for the one that the template shows. reasoning: A name of
+    ``REASONING_PARSERS``, ``none`` for a model that does not reason.
     """
     shown = OutputFormat.of(template)
     named = shown.reasoning if reasoning is None else None if reasoning == "none" else reasoning

@@ -103,10 +103,7 @@ def _as_json(value: Any, types: set[str]) -> Any:
 class ValueEnd:
     """Finds the end of a bracketed value in text that arrives in pieces, in one pass over the text.
 
-    Args:
-        quotes: Characters that delimit strings, within which brackets do not count.
-        opening: Opening brackets.
-        closing: Closing brackets.
+    quotes: Characters that delimit strings, within which brackets do not count.
     """
 
     def __init__(self, quotes: str = '"', opening: str = "{[", closing: str = "}]") -> None:

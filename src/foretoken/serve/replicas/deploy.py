@@ -137,8 +137,6 @@ def replicas(
     """Runs replicas within the ``with`` block.
 
     Args:
-        engine: Configuration of each replica.
-        scale: Number of replicas, and their resources.
         drain_timeout: Seconds for a replica that is no longer needed to finish.
         starting: Context that is left when the replicas answer.
         verbose: Whether to show their logs.

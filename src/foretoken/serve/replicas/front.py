@@ -127,7 +127,6 @@ class Relay:
 
     Args:
         respond: Sends a request to a replica and returns the messages of its answer.
-        parsed: The request's body.
         timeout: Seconds that the request may take.
         failovers: Counts the ``OUTCOMES``.
     """

@@ -204,12 +204,7 @@ def held_out(
 ) -> list[RepairTask]:
     """Returns tasks from held-out files. The same arguments give the same tasks.
 
-    Args:
-        count: Greatest number of tasks.
-        seed: Seed of the order and the bugs.
-        corpus: Text, by default the standard library.
-        tokenizer: Tokenizer, by default the bundled one.
-        window: Greatest number of tokens.
+    count: Greatest number of tasks. seed: Seed of the order and the bugs.
 
     Raises:
         InvalidRequest: There are none.
