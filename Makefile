@@ -64,7 +64,7 @@ format: $(DEV)
 	$(BIN)/ruff check --fix
 
 real: $(RUNTIME)
-	@$(BIN)/python -m foretoken.zoo.real $(REAL)
+	@$(BIN)/python benchmarks/real_models.py $(REAL)
 
 wheel: $(RUNTIME)
 	@for platform in $(WHEELS); do \

@@ -22,8 +22,8 @@ from rich.progress import track
 from foretoken.bench.output import listing, report
 from foretoken.engine.footprint import MemoryOptions, plan_memory
 from foretoken.speculation import SpeculativeConfig, with_method
-from foretoken.zoo.real import REAL_MODELS
 from options import Config, Output, model_path, target_path, with_models
+from real_models import REAL_MODELS
 
 NONE, DRAFT = {"method": "none"}, {"method": "draft_model", "model": "draft"}
 HEADS = {"eagle3", "medusa", "mtp"}

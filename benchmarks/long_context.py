@@ -37,9 +37,9 @@ from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
-from kernels import Floors
 from options import Output, Rows, Target, Turns, target_path
 from quantization import distance, held_out_windows, logits
+from systems import Floors
 
 CACHES = ("bfloat16", "int8")
 COLUMNS = {

@@ -14,7 +14,7 @@ from foretoken.bench.workloads import load_prompts
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.train.data import standard_library
 from foretoken.train.widen.checkpoint import scaled
-from foretoken.zoo.real import REAL_MODELS, real_model_path
+from real_models import REAL_MODELS, real_model_path
 
 _SHORTEST, _LONGEST = 80, 1200  # characters of a prompt
 _BODY = 3  # lines after its docstring, at least: there is something to write

@@ -24,7 +24,7 @@ from foretoken.core.draft import Draft
 from foretoken.engine.chat_template import apply_template
 from foretoken.models.base import Model
 from foretoken.models.heads.loading import LoadedEagle, load_eagle
-from foretoken.zoo.real import real_model_path
+from real_models import real_model_path
 
 Distributions = Callable[[list[int]], torch.Tensor]
 QUESTION = "Explain in four paragraphs why the sky is blue, and why sunsets are red."

@@ -35,8 +35,8 @@ from foretoken.models.base import Handle, Model
 from foretoken.models.formats.memory import give_back
 from foretoken.models.runners.native.build import loaded_library, prebuilt
 from foretoken.models.runners.native.runner import NativeRunner
-from kernels import Floors
 from options import AsJson, Output, Rows, Small, Target, Turns, target_path
+from systems import Floors
 
 BF16, PACKED = "bf16", "packed"
 COLUMNS = {

@@ -1,14 +1,21 @@
-"""Engines that are timed step by step: their totals, and proposers for a target."""
+"""Engines that are timed step by step, proposers for a target, and the least time that a pass could take."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
+from foretoken.bench.measure import TimedTask
+from foretoken.bench.output import cores
 from foretoken.control.fixed import Fixed
+from foretoken.core.native.build import compiled
 from foretoken.core.step import StepOutput
 from foretoken.engine.loop import Engine
 from foretoken.models.base import Model
@@ -62,3 +69,27 @@ def fixed_engine(builder: Builder, config: Mapping[str, Any], depth: int | None 
     speculative = SpeculativeConfig.of(config)
     fixed = Fixed(speculative.tokens if depth is None else depth)
     return Engine(builder.target, builder.build(speculative), fixed, **options)
+
+
+_PRODUCTS = 64  # of one vpdpbusd
+
+
+class Floors:
+    """Tasks that take the least time that the machine allows, on all cores.
+
+    max_bytes: The most memory that is read. flags: Compiler flags; vpdpbusd needs "-mavx512vnni".
+    """
+
+    def __init__(self, max_bytes: int, *flags: str) -> None:
+        self._library = ctypes.CDLL(str(compiled(Path(__file__).parent / "floors.cpp", flags)))
+        self._library.read_memory.restype = self._library.multiply.restype = None
+        self._block = torch.ones(max_bytes // 8 + 1024, dtype=torch.int64)
+
+    def reading(self, size: int) -> TimedTask:
+        """Returns the task of reading ``size`` bytes of memory."""
+        address, length = ctypes.c_void_p(self._block.data_ptr()), ctypes.c_int64(size // 64 * 64)
+        return TimedTask(partial(self._library.read_memory, address, length, cores()))
+
+    def multiplying(self, products: int) -> TimedTask:
+        """Returns the task of running as many vpdpbusd instructions as ``products`` need."""
+        return TimedTask(partial(self._library.multiply, ctypes.c_int64(products // _PRODUCTS), cores()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,6 @@ from foretoken.serve.server import Server
 from foretoken.serve.settings import ServerSettings, bind
 from foretoken.serve.worker import Worker
 from foretoken.train.widen.checkpoint import scaled
-from foretoken.zoo.real import real_model_path
 
 IMAGES = Path(__file__).parent / "img"
 DESKTOP = {"width": 1000, "height": 900}
@@ -81,6 +81,9 @@ def visit(page: Page) -> None:
 
 def main(size: str) -> None:
     """Takes all pictures; that of a conversation if the model is there."""
+    sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+    from real_models import real_model_path
+
     IMAGES.mkdir(exist_ok=True)
     if (chat := real_model_path("smollm2")).exists():
         shoot_chat(LLM(chat, speculative_config={"method": "ngram"}, enable_prefix_caching=True, isolate_failures=True))

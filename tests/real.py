@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.zoo.real import real_model_path
+from real_models import real_model_path
 
 
 def real_model(name: str) -> Path:

@@ -94,19 +94,8 @@ def _spoilt(value, poison):
     return [_spoilt(item, poison) for item in value] if isinstance(value, list) else poison
 
 
-POISONS = {
-    "hostile": HOSTILE,
-    "null": None,
-    "nan": math.nan,
-    "inf": math.inf,
-    "negative": -1,
-    "zero": 0,
-    "empty": "",
-    "list": [],
-    "object": {},
-    "true": True,
-    "huge": 10**400,
-}
+POISONS = {"hostile": HOSTILE, "null": None, "nan": math.nan, "inf": math.inf, "negative": -1, "zero": 0, "empty": ""}
+POISONS |= {"list": [], "object": {}, "true": True, "huge": 10**400}
 
 
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
