@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.chat_template import apply_template, own_template
-from foretoken.engine.footprint import PROMPT_ROWS, MemoryOptions, check_memory
+from foretoken.engine.footprint import PROMPT_ROWS, MemoryOptions, memory_checked
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.prefill_pace import PromptRows
@@ -135,24 +136,26 @@ class LLM:
         adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         load = partial(load_model, dtype=dtype, device=device, backend=backend, max_length=max_model_len)
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
-        if tensor_parallel_size == 1:
-            sizes = (max_model_len, kv_cache_memory_bytes)
-            memory = MemoryOptions(dtype, device, backend, quantization, weight_format, kv_cache_dtype, *sizes)
-            check_memory(path, config, memory, methods)
-        self.target: Model = load(
-            path,
-            quantization=quantization,
-            tensor_parallel_size=tensor_parallel_size,
-            weight_format=weight_format,
-            kv_cache_dtype=kv_cache_dtype,
-        )
-        self.adapters = LoadedAdapters(self.target)
-        for name, folder in adapters.items():
-            self.load_lora(name, folder)
-        load_draft = partial(load, weight_format=drafts_format(weight_format))
-        builder = Builder(self.target, self.tokenizer, path, lambda name, **other: load_draft(resolve(name), **other))
-        guard = partial(guarded, vocab_size=self.target.vocab_size) if isolate_failures else _unguarded
-        self._methods = self._load_methods(builder, config, methods, guard)
+        sizes = (max_model_len, kv_cache_memory_bytes)
+        memory = MemoryOptions(dtype, device, backend, quantization, weight_format, kv_cache_dtype, *sizes)
+        checked = memory_checked(path, config, memory, methods) if tensor_parallel_size == 1 else nullcontext()
+        with checked:
+            self.target: Model = load(
+                path,
+                quantization=quantization,
+                tensor_parallel_size=tensor_parallel_size,
+                weight_format=weight_format,
+                kv_cache_dtype=kv_cache_dtype,
+            )
+            self.adapters = LoadedAdapters(self.target)
+            for name, folder in adapters.items():
+                self.load_lora(name, folder)
+            load_draft = partial(load, weight_format=drafts_format(weight_format))
+            builder = Builder(
+                self.target, self.tokenizer, path, lambda name, **other: load_draft(resolve(name), **other)
+            )
+            guard = partial(guarded, vocab_size=self.target.vocab_size) if isolate_failures else _unguarded
+            self._methods = self._load_methods(builder, config, methods, guard)
         chosen, config = self._methods.proposer, self.speculative_config
         capacity = split_kv_memory(self.target, chosen, kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs)
         rows = max_num_batched_tokens

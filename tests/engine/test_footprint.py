@@ -13,6 +13,7 @@ from tests.models.test_native import needs_kernels
 
 from foretoken import LLM, zoo
 from foretoken.cli.main import main
+from foretoken.core.devices import Memory
 from foretoken.core.errors import ModelLoadError
 from foretoken.engine.footprint import MemoryOptions, plan_memory
 from foretoken.models.formats import memory
@@ -93,12 +94,61 @@ def test_predicted_memory_is_near_the_peak(folder: Path, tmp_path: Path) -> None
     ],
 )
 def test_too_much_is_refused_before_loading_with_an_option_that_fits(folder, monkeypatch, free, options, advice):
-    monkeypatch.setattr(memory, "machine_memory", lambda: free * 2**20)
+    monkeypatch.setattr(memory, "machine_memory", lambda: Memory(free * 2**20, 2**40))
     monkeypatch.setattr("foretoken.llm.load_model", lambda *_, **__: pytest.fail("loaded"))
     config = {"method": "draft_model", "model": str(zoo.path("target"))} if options else NONE
     with pytest.raises(ModelLoadError, match=f"are free on cpu; .*{advice}") as error:
         LLM(folder, speculative_config=config, dtype="bfloat16", weight_format="raw", **options)
     assert "for the weights of" in str(error.value) and "KV cache of 512 tokens" in str(error.value)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from foretoken import LLM
+from foretoken.core.errors import ModelLoadError
+from foretoken.engine.footprint import MemoryOptions, plan_memory
+from foretoken.speculation import SpeculativeConfig
+
+folder, options = Path(sys.argv[1]), {"dtype": "bfloat16", "weight_format": "raw"}
+needed = plan_memory(folder, SpeculativeConfig(method="none"), MemoryOptions(**options)).total
+for share in (0.1, 0.95, 1.0, 1.05, 10):
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + int(share * needed), resource.RLIM_INFINITY))
+    try:
+        LLM(folder, speculative_config={"method": "none"}, **options)
+        print("loaded")
+    except ModelLoadError as error:
+        print(error)
+"""
+
+
+def test_models_load_or_are_refused_under_a_limit_of_the_address_space(folder: Path) -> None:
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("needs Linux's address space")
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(folder)], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    unmapped, refused, *others, last = done.stdout.splitlines()
+    assert "cannot map" in unmapped and "GiB, into memory" in unmapped
+    assert "needs 0.2 GiB" in refused and "GiB are free on cpu" in refused
+    assert last == "loaded" and all(answer == "loaded" or "needs 0.2 GiB" in answer for answer in others)
+
+
+@pytest.mark.parametrize(
+    "failure", [MemoryError(), RuntimeError("can't start new thread"), OSError(12, "Cannot allocate memory")]
+)
+def test_an_allocation_that_fails_while_loading_is_reported_with_the_sum(folder, monkeypatch, failure):
+    def load(*_: Any, **__: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr("foretoken.llm.load_model", load)
+    with pytest.raises(
+        ModelLoadError, match=r"memory ran out \(.*\): .* needs 0\.\d GiB .* were free on cpu; free memory"
+    ):
+        LLM(folder, speculative_config=NONE, dtype="bfloat16")
+    monkeypatch.setattr("foretoken.llm.load_model", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("damaged")))
+    with pytest.raises(RuntimeError, match="damaged"):
+        LLM(folder, speculative_config=NONE, dtype="bfloat16")
 
 
 def test_a_dry_run_prints_the_sum_without_loading(folder, capsys, monkeypatch):
@@ -115,6 +165,6 @@ def test_a_dry_run_prints_the_sum_without_loading(folder, capsys, monkeypatch):
     assert record["total"] == parts and record["kv_cache_tokens"] == 512
     code, text = run()
     assert not code and "It fits." in text
-    monkeypatch.setattr(memory, "machine_memory", lambda: 2**27)
+    monkeypatch.setattr(memory, "machine_memory", lambda: Memory(2**27, 2**40))
     code, text = run("--max-model-len", "64")
     assert code == 3 and "It does not fit." in text

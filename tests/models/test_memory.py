@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from foretoken.core.devices import Memory
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.native.build import SWITCH
 from foretoken.models.formats import memory
@@ -107,7 +108,7 @@ def test_peak_memory_while_loading_is_near_the_weights(large, measured, native, 
 def test_a_model_that_does_not_fit_is_refused_before_reading(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr("foretoken.models.formats.weight_files.Weights.__getitem__", lambda _, name: read.append(name))
-    monkeypatch.setattr(memory, "machine_memory", lambda: 100_000_000)
+    monkeypatch.setattr(memory, "machine_memory", lambda: Memory(100_000_000, 2**40))
     for backend in ("native", "hf"):
         with pytest.raises(
             ModelLoadError, match=r"needs 0\.2 GiB for its weights, but 0\.1 GiB are free on cpu"
@@ -137,7 +138,7 @@ def test_free_memory_respects_a_containers_limit(tmp_path: Path, monkeypatch: py
     free = free_memory(CPU)
     assert free is None or free > 0
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "machine_memory", lambda: 10_000)
+    monkeypatch.setattr(memory, "machine_memory", lambda: Memory(10_000, 2**40))
     assert free_memory(CPU) == 10_000
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("3000\n")

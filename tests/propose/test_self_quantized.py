@@ -9,6 +9,7 @@ from tests.models.tiny import ARCHITECTURES, Tiny
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
+from foretoken.core.devices import Memory
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.formats import memory
 from foretoken.models.runners.native.build import Kind, ScaleKind, grouped_kind, kind_bits
@@ -84,6 +85,6 @@ def test_targets_that_gain_nothing_are_refused(config: dict[str, Any], options: 
 
 def test_a_copy_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([2**40, 2**40, 2**20])  # the sum and the target fit, the copy does not
-    monkeypatch.setattr(memory, "machine_memory", lambda: next(free, 2**20))
+    monkeypatch.setattr(memory, "machine_memory", lambda: Memory(next(free, 2**20), 2**40))
     with pytest.raises(ModelLoadError, match="for its weights"):
         opened(COPY)

@@ -108,24 +108,9 @@ class FreeMemory:
 
     def __call__(self) -> Memory | None:
         """Returns the tightest limit, None if no limit is readable."""
-        limits = [m for m in (self._machine(), self._address_space(), self._cuda(), *map(_group, self._folders)) if m]
+        host = machine_memory(self._proc), address_space(self._proc)
+        limits = filter(None, (*host, self._cuda(), *map(_group, self._folders)))
         return min(limits, key=lambda memory: memory.free / memory.low, default=None)
-
-    def _machine(self) -> Memory | None:
-        sizes = _table(self._proc / "meminfo")
-        if "MemAvailable:" not in sizes or "MemTotal:" not in sizes:
-            return None
-        return Memory(sizes["MemAvailable:"] * 1024, sizes["MemTotal:"] * 1024)
-
-    def _address_space(self) -> Memory | None:
-        """Returns the memory that ``ulimit -v`` or the like leaves."""
-        if sys.platform == "win32":
-            return None
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit == resource.RLIM_INFINITY:
-            return None
-        pages = read_or_empty(self._proc / "self/statm").split()
-        return Memory(max(0, limit - int(pages[0]) * resource.getpagesize()), limit) if pages else None
 
     def _cuda(self) -> Memory | None:
         """Returns the device's free memory, with that which the allocator holds unused."""
@@ -134,6 +119,25 @@ class FreeMemory:
         free, total = torch.cuda.mem_get_info(self._device)
         idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return Memory(free + idle, total)
+
+
+def machine_memory(proc: Path = Path("/proc")) -> Memory | None:
+    """Returns the memory of the machine, None if the system does not report it."""
+    sizes = _table(proc / "meminfo")
+    if "MemAvailable:" not in sizes or "MemTotal:" not in sizes:
+        return None
+    return Memory(sizes["MemAvailable:"] * 1024, sizes["MemTotal:"] * 1024)
+
+
+def address_space(proc: Path = Path("/proc")) -> Memory | None:
+    """Returns the memory that ``ulimit -v`` or the like leaves to this process, None without such a limit."""
+    if sys.platform == "win32":
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = read_or_empty(proc / "self/statm").split()
+    return Memory(max(0, limit - int(pages[0]) * resource.getpagesize()), limit) if pages else None
 
 
 def group_limits(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> list[Memory]:

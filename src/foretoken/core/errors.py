@@ -16,6 +16,12 @@ def reason_of(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
 
 
+def allocation_failed(error: BaseException) -> bool:
+    """Returns whether an exception of any library says that memory, or a thread's stack, could not be allocated."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "allocate memory" in text or "start new thread" in text
+
+
 class InvalidRequest(ForetokenError, ValueError):
     """A parameter, prompt or configuration that is not valid. ``param``: the parameter's name, if one is to blame."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from foretoken.core.artifacts import HEADS_FOLDER
-from foretoken.core.errors import ForetokenError, ModelLoadError
+from foretoken.core.errors import ForetokenError, ModelLoadError, allocation_failed, reason_of
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.memory import free_memory, weight_bytes
@@ -165,22 +166,39 @@ def plan_memory(
     return MemoryPlan(models, device, None if limit else tokens, kv_bytes, free_memory(device))
 
 
-def check_memory(
+@contextmanager
+def memory_checked(
     path: Path, config: SpeculativeConfig, options: MemoryOptions, methods: Sequence[str | Mapping[str, Any]] = ()
-) -> None:
-    """Raises ModelLoadError if ``plan_memory`` exceeds the free memory. The message names an option that fits."""
+) -> Iterator[None]:
+    """Checks ``plan_memory`` before the block, which loads the models.
+
+    Raises:
+        ModelLoadError: the sum exceeds the free memory, and the message names an option that fits; or an allocation
+            of the block failed.
+    """
     plan = plan_memory(path, config, options, methods)
-    if plan.fits:
-        return
+    free = (plan.free or 0) / _GIB
+    if not plan.fits:
+        advice = _advice(path, config, options, methods, plan)
+        raise ModelLoadError(f"{_needed(path, plan)}, but {free:.1f} GiB are free on {plan.device}; {advice}")
+    try:
+        yield
+    except Exception as error:
+        if not allocation_failed(error):
+            raise
+        before = f"{free:.1f} GiB were free on {plan.device}"
+        raise ModelLoadError(
+            f"memory ran out ({reason_of(error)}): {_needed(path, plan)}, and {before}; free memory, raise its limit, "
+            "or take quantization='int8' or a smaller model"
+        ) from error
+
+
+def _needed(path: Path, plan: MemoryPlan) -> str:
     parts = [f"{model.weights / _GIB:.1f} for the weights of {model.name} ({model.role})" for model in plan.models]
     tokens = "" if plan.tokens is None else f" of {plan.tokens} tokens"
     parts += [f"{plan.kv_bytes / _GIB:.1f} for the KV cache{tokens}"]
     parts += [f"{sum(model.scratch for model in plan.models) / _GIB:.1f} for passes"]
-    free = (plan.free or 0) / _GIB
-    raise ModelLoadError(
-        f"{path} needs {plan.total / _GIB:.1f} GiB ({', '.join(parts)}), but {free:.1f} GiB are free on {plan.device}; "
-        f"{_advice(path, config, options, methods, plan)}"
-    )
+    return f"{path} needs {plan.total / _GIB:.1f} GiB ({', '.join(parts)})"
 
 
 def _advice(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from foretoken.core.devices import group_limits
+from foretoken.core.devices import address_space, group_limits, machine_memory
 from foretoken.core.errors import ModelLoadError
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -44,9 +44,8 @@ def free_memory(device: torch.device) -> int | None:
     """Returns the free bytes on the device; None if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    machine = machine_memory()
-    limits = [limit.free for limit in group_limits(groups=CGROUP)] + ([] if machine is None else [machine])
-    return min(limits, default=None)
+    limits = (machine_memory(), address_space(), *group_limits(groups=CGROUP))
+    return min((limit.free for limit in limits if limit is not None), default=None)
 
 
 def check_fits(needed: int, device: torch.device, what: str) -> None:
@@ -82,20 +81,3 @@ def give_back(width: int = _WIDE) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def machine_memory() -> int | None:
-    """Returns the free bytes of the machine; None if the system does not report them."""
-    kibibytes = _field(_lines(Path("/proc/meminfo")), "MemAvailable:")
-    return None if kibibytes is None else kibibytes * 1024
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
-
-
-def _field(lines: Iterable[str], name: str) -> int | None:
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), None)

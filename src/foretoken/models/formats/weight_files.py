@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from foretoken.core.errors import ModelLoadError
+from foretoken.core.errors import ModelLoadError, allocation_failed
 from foretoken.core.schema import Schema, parse, read_object
 
 
@@ -98,7 +98,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Reads the header. Raises safetensors' own errors and OSError for a file that is damaged or not readable."""
         self.path = path
-        names = safe_open(str(self.path), framework="pt").keys()
+        names = safe_open(str(self.path), framework="np").keys()  # for torch it would map the file twice
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
@@ -182,6 +182,11 @@ class Weights(StoredTensors):
             try:
                 file = SafetensorsFile(path_of_file)
             except Exception as error:  # safetensors raises its own and OSError kinds
+                if allocation_failed(error):
+                    raise ModelLoadError(
+                        f"cannot map {path_of_file}, {path_of_file.stat().st_size / 2**30:.1f} GiB, into memory; "
+                        "free memory, or raise the limit of the address space (ulimit -v)"
+                    ) from error
                 raise ModelLoadError(
                     f"{path_of_file} is truncated or not a safetensors file ({error}); download or save it again"
                 ) from error
