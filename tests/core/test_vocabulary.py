@@ -127,6 +127,13 @@ def test_ids_beyond_a_row_change_nothing() -> None:
     assert changed.nonzero().shape[0] == 40 and changed[0, [1, 2, 3]].tolist() == [1.0, 2.0, 0.5]
 
 
+def test_allowed_ids_beyond_a_row_are_ignored() -> None:
+    law = SamplingLaw(allowed_ids=(2, 3, 70), min_tokens=5, end_ids=(3, 90))
+    rows, history = torch.zeros(1, 40), [History([3], 1)]
+    for changed in (law._scores(rows, history), law._adjust(rows.clone(), history)):
+        assert (changed[0] > -torch.inf).nonzero().flatten().tolist() == [2]
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("count", [0, 1, 8, 20])
 def test_the_largest_logits_come_first_and_lower_ids_first_on_ties(size: int, count: int) -> None:

@@ -399,6 +399,7 @@ class SamplingLaw:
         banned = torch.from_numpy(BadWords.of(self.bad_words).banned(history.tokens, history.path))
         if history.generated < self.min_tokens and _others(allowed, self.end_ids):
             banned = torch.cat([banned, torch.tensor(self.end_ids, dtype=torch.int64)])
+        banned = banned[banned < scores.shape[-1]]  # a draft's vocabulary may lack some
         if allowed is None:
             scores[banned] = -torch.inf
             possible = not len(banned) or bool((scores > -torch.inf).any())
@@ -430,7 +431,7 @@ class SamplingLaw:
         """Returns the mask [vocabulary] of ``allowed_ids``."""
         if (listed := self._listed.get(vocabulary)) is None:
             listed = self._listed[vocabulary] = np.zeros(vocabulary, np.bool_)
-            listed[list(self.allowed_ids)] = True
+            listed[[token for token in self.allowed_ids if token < vocabulary]] = True
         return listed
 
     @cached_property
@@ -451,4 +452,4 @@ class SamplingLaw:
 
 def _others(allowed: Tensor | None, ids: Sequence[int]) -> bool:
     """Returns whether any token except ``ids`` is allowed."""
-    return allowed is None or int(allowed.sum()) > int(allowed[list(set(ids))].sum())
+    return allowed is None or int(allowed.sum()) > int(allowed[[i for i in set(ids) if i < len(allowed)]].sum())
