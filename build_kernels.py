@@ -29,7 +29,7 @@ class KernelsHook(BuildHookInterface[Any]):
         if not name or version == "editable":
             return
         sys.path.insert(0, str(Path(self.root) / "src"))  # only modules that need nothing but Python are imported
-        from foretoken.models.runners.native.wheel import build_wheel_kernels
+        from foretoken.models.runners.native.build import build_wheel_kernels
 
         tag, files = build_wheel_kernels(name, tuple(filter(None, os.environ.get(LEVELS, "").split(","))))
         build_data["tag"], build_data["pure_python"] = tag, False

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from foretoken.core.errors import ForetokenError
 from foretoken.models.decoder import Decoder
 from foretoken.models.hf.model import HFModel
-from foretoken.models.hf.modules import one_line
+from foretoken.models.hf.probe import one_line
 from foretoken.models.hf.tiny_random import boundaries, tiny_of
 
 # What published models have where a configuration's defaults are incomplete or of another kind.

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.bench.output import listing, report
-from foretoken.core.folders import cache_folder
+from foretoken.core.files import cache_folder
 from options import MODEL_HELP, Output, model_path
 
 DROP = Path("/proc/sys/vm/drop_caches")

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.core.files import atomic_file
-from foretoken.core.folders import cache_folder
+from foretoken.core.files import atomic_file, cache_folder
 
 
 @dataclass(frozen=True)

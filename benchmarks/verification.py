@@ -22,8 +22,7 @@ from foretoken.bench.output import cores, figures, report, wide_console
 from foretoken.core import streams
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import NodeDistributions
-from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass, Sampled
+from foretoken.core.draft import Draft, PointMass, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import choose, stream_for

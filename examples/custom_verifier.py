@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify import Verifier

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput
 from foretoken.core.streams import Purpose, Streams, random_seed_from

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from tests import preloaded
 
-from foretoken.core.folders import cache_folder
+from foretoken.core.files import cache_folder
 
 # torch and what needs it are imported where they are used: the process that hands out the tests runs none.
 

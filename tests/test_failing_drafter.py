@@ -10,8 +10,7 @@ from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM, SamplingParams
 from foretoken.propose.base import MEMBERS, Proposer
-from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.per_request import PerRequestProposer
+from foretoken.propose.per_request import FallbackProposer, PerRequestProposer
 from foretoken.serve.settings import ServerSettings
 
 PROMPTS = ["def read(path):", "a = 1\nb = 1\nc = 1\n", "x", "for i in range(3):\n    print(i)\nfor i in"]

@@ -31,7 +31,7 @@ from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Model, Scores
 from foretoken.propose.base import Observation
-from foretoken.propose.fallback import FallbackProposer
+from foretoken.propose.per_request import FallbackProposer
 from foretoken.speculation import Builder, SpeculativeConfig, find
 
 METHODS = ("ngram", "suffix", "recycling", "prediction", "mixture")

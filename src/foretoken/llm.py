@@ -14,14 +14,13 @@ from foretoken.core.artifacts import Destination
 from foretoken.core.checks import integer, shown
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.progress import completion_progress
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.chat_template import apply_template, own_template
-from foretoken.engine.footprint import PROMPT_ROWS, MemoryOptions, memory_checked
-from foretoken.engine.kv_budget import split_kv_memory
+from foretoken.engine.footprint import PROMPT_ROWS, MemoryOptions, memory_checked, split_kv_memory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.prefill_pace import PromptRows
-from foretoken.engine.progress import completion_progress
 from foretoken.engine.prompts import Prompt, prompt_list
 from foretoken.engine.requests import PromptLogprobs, Request, RequestBuilder
 from foretoken.engine.warmup import warm_up
@@ -35,8 +34,7 @@ from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, LoRARequest, SamplingParams
 from foretoken.propose.adaptive import Adapt, learner_in
 from foretoken.propose.base import Proposer
-from foretoken.propose.fallback import guarded
-from foretoken.propose.per_request import PerRequestProposer
+from foretoken.propose.per_request import PerRequestProposer, guarded
 from foretoken.speculation import (
     AUTO,
     Builder,

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.acceptance_run import KINDS
 from foretoken.core.checks import MAX_SEED, MIN_SEED, integer, is_integer, is_number, shown
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.verdict import Exactness
+from foretoken.core.verdict import KINDS, Exactness
 
 if TYPE_CHECKING:
     from foretoken.core.sampling import SamplingLaw

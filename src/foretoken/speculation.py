@@ -24,15 +24,14 @@ from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.models.heads.published import default_drafters, known_drafters, published_drafters
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.adaptive import Adapt, adaptive
-from foretoken.propose.auto import AUTO as AUTO
-from foretoken.propose.auto import Auto, around
 from foretoken.propose.base import BuildContext, Proposer
 from foretoken.propose.methods import METHODS as METHODS
 from foretoken.propose.methods import NONE as NONE
 from foretoken.propose.methods import check_method
 from foretoken.propose.methods import find as find
 from foretoken.propose.per_request import PerRequestProposer
-from foretoken.propose.union import Union, UnionMember
+from foretoken.propose.union import AUTO as AUTO
+from foretoken.propose.union import Auto, Union, UnionMember, around
 
 _log = logging.getLogger(__name__)
 _REJECTIONS = ("block", "token")

@@ -10,8 +10,7 @@ import torch
 from tests.exactness import mutants as rounds
 
 from foretoken.audit.negative import PLANTS, planted, sequential
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.propose.base import Proposer
 from foretoken.verify import Rule, typical

@@ -8,7 +8,7 @@ from tests.exactness.decode_step import Pair, argmax, drawn, drawn_tree, fixed_t
 from foretoken.audit.negative import PLANTS, sequential
 from foretoken.audit.tally import chi2_tail, detectable, g_test, noncentrality, normal_tail
 from foretoken.core.context import Exactness
-from foretoken.core.law import PointMass
+from foretoken.core.draft import PointMass
 from foretoken.verify import choose
 
 

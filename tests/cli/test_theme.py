@@ -13,7 +13,7 @@ from foretoken.cli.render import Origins, Span, legend, marked, styled, summary
 from foretoken.cli.serve_options import announce, start_log
 from foretoken.cli.theme import ColorMode, TokenOrigin, compilation_announced, console, staged, waiting, wide_console
 from foretoken.core.draft import Draft
-from foretoken.core.native.compilation import COMPILING, NOTICE, Compilation
+from foretoken.core.native.build import COMPILING, NOTICE, Compilation
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.outputs import SpeculationStats, StreamPiece

@@ -12,7 +12,7 @@ from foretoken import zoo
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer
 from foretoken.models.heads.files import ends_of
 from foretoken.models.loading import load_model
-from foretoken.propose import datastore as stores
+from foretoken.propose import retrieval as stores
 
 
 def _tensors(folder):

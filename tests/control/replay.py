@@ -24,8 +24,7 @@ from foretoken.control.fixed import Fixed
 from foretoken.control.ledger import Ledger
 from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft, log_scores
-from foretoken.core.law import PointMass, Sampled
+from foretoken.core.draft import Draft, PointMass, Sampled, log_scores
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams

@@ -11,8 +11,7 @@ from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams

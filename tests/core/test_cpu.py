@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.native import cpu, processor
+from foretoken.core.native import cpu
 from foretoken.core.native.build import KernelsUnavailable, require
-from foretoken.core.native.processor import Leaf, cpuid_at, from_cpuid, from_cpuinfo, from_sysctl, read_features
+from foretoken.core.native.cpu import Leaf, cpuid_at, from_cpuid, from_cpuinfo, from_sysctl, read_features
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_levels_of_aarch64(features: str, name: str, why: str, monkeypatch: pyte
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nFeatures\t: {features}\nCPU implementer\t: 0x41\n", encoding="utf-8")
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(processor, "Path", lambda _: info)
+    monkeypatch.setattr(cpu, "Path", lambda _: info)
     monkeypatch.setattr(cpu, "features", cpu.features.__wrapped__)
     monkeypatch.delenv(cpu.VARIABLE, raising=False)
     assert require().name == name
@@ -142,7 +142,7 @@ def test_cpuid_reports_the_features_that_linux_lists() -> None:
     listed = from_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), "x86_64")
     saved = WITH_AVX512 if "avx512f" in listed else WITH_AVX if "avx" in listed else WITHOUT
     found = from_cpuid(cpuid_at(ctypes.addressof(ctypes.c_char.from_buffer(memory))), saved)
-    assert found == {name for name in listed if name in processor._CPUID}
+    assert found == {name for name in listed if name in cpu._CPUID}
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_cpuid_reports_the_features_that_linux_lists() -> None:
 def test_features_are_read_in_the_way_of_each_system(system, features, monkeypatch, tmp_path):
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nFeatures\t: fp asimd\n", encoding="utf-8")
-    monkeypatch.setattr(processor, "Path", lambda _: info)
-    monkeypatch.setattr(processor, "sysctl", M1.get)
+    monkeypatch.setattr(cpu, "Path", lambda _: info)
+    monkeypatch.setattr(cpu, "sysctl", M1.get)
     monkeypatch.setattr(platform, "machine", lambda: "ARM64" if system == "win32" else "arm64")
     monkeypatch.setattr(sys, "platform", system)
     assert read_features() == features

@@ -8,14 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.core.acceptance_run import AcceptanceRun
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass, Sampled
+from foretoken.core.draft import Draft, PointMass, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import PositionCounts
 from foretoken.core.streams import Streams
-from foretoken.core.verdict import Verdict
+from foretoken.core.verdict import AcceptanceRun, Verdict
 
 # 0 ─ 1 ─ 3
 #   └ 2   5

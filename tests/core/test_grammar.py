@@ -9,8 +9,8 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
-from foretoken.core.json_schema import subschemas
 from foretoken.core.sampling import SamplingLaw
+from foretoken.core.schema import subschemas
 
 V = 6
 LOGITS = torch.randn(1, V, generator=torch.Generator().manual_seed(0))

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.native import build, toolchain
-from foretoken.core.native.build import linked, shipped_name
-from foretoken.core.native.compilation import NOTICE, Compilation
+from foretoken.core.native.build import NOTICE, Compilation, linked, shipped_name
 from foretoken.core.native.cpu import LEVELS
 from foretoken.core.native.toolchain import PLATFORMS
-from foretoken.models.runners.native.wheel import build_wheel_kernels, newest_glibc
+from foretoken.models.runners.native.build import build_wheel_kernels, newest_glibc
 
 SOURCE = Path(__file__).parents[2] / "src"
 COMPILER = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)

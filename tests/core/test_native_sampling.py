@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from foretoken.core import streams
 from foretoken.core.context import Context
 from foretoken.core.distributions import NodeDistributions
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.errors import NoTokenAllowed
-from foretoken.core.law import Sampled
 from foretoken.core.native import cpu
 from foretoken.core.native import sampling as native
 from foretoken.core.native.status import KernelArgumentError

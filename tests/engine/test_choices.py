@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
-from foretoken.engine.choices import Choices, TokenList
 from foretoken.engine.matching import GrammarVocabulary, LocalGrammar
-from foretoken.engine.structured import GrammarRestriction
+from foretoken.engine.structured import Choices, GrammarRestriction, TokenList
 
 END = 0
 PIECES = [

@@ -19,7 +19,7 @@ from foretoken.engine.sequence import OutputOptions
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.fallback import FallbackProposer
+from foretoken.propose.per_request import FallbackProposer
 from foretoken.verify import choose
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=2.0)

@@ -12,7 +12,7 @@ from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
 from foretoken.core.streams import MAX_SEED, MIN_SEED, Purpose, SeedDomain, Streams, derived_seed
-from foretoken.engine.kv_budget import split_kv_memory
+from foretoken.engine.footprint import split_kv_memory
 from foretoken.engine.requests import RequestBuilder
 from foretoken.models.toy import ToyModel
 from foretoken.params import SamplingParams

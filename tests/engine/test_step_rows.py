@@ -11,10 +11,9 @@ import torch
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import NodeDistributions
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, ProposalLaw, Sampled
 from foretoken.core.errors import NoTokenAllowed
 from foretoken.core.history import History
-from foretoken.core.law import PointMass, ProposalLaw, Sampled
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams

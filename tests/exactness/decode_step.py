@@ -14,9 +14,8 @@ from torch import Tensor
 
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import Law
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.history import History
-from foretoken.core.law import Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Stream, Streams
 from foretoken.verify import Verifier, choose, stream_for

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import Law
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled, WithoutReplacement
+from foretoken.core.draft import Draft, Sampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Stream, Streams
 from foretoken.core.verdict import Verdict

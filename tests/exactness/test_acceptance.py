@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.streams import SharedStream
 from foretoken.verify import VERIFIERS
 from foretoken.verify.typical import DELTA, EPSILON

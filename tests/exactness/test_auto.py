@@ -11,18 +11,16 @@ from foretoken.control.ledger import Ledger
 from foretoken.control.policy import DraftPolicy
 from foretoken.core import devices
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose import growers
-from foretoken.propose.auto import Auto
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.suffix import Suffix, SuffixConfig
-from foretoken.propose.union import Merge, Union, UnionMember
+from foretoken.propose.union import Auto, Merge, Union, UnionMember
 
 from .enumerate import Branching, Text, outcomes, total_variation
 from .test_engine import LIMIT, PROMPT, reference

@@ -18,8 +18,7 @@ from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockNet
 from foretoken.models.toy import ToyModel
 from foretoken.propose import growers
-from foretoken.propose.dflash import BlockProposer, DFlashConfig
-from foretoken.propose.dspark import DSpark, DSparkConfig
+from foretoken.propose.dflash import BlockProposer, DFlashConfig, DSpark, DSparkConfig
 from foretoken.verify import choose
 
 from .enumerate import Branching, Text, outcomes, total_variation

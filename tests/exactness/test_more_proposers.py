@@ -17,11 +17,11 @@ from foretoken.models.base import Handle
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig, ParallelDraftModel
+from foretoken.propose.early_exit import SharedCacheDraft
 from foretoken.propose.growers import TreeKind
 from foretoken.propose.lookup import Lookup
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.recycling import Recycling, RecyclingConfig
-from foretoken.propose.self_quantized import SharedCacheDraft
 from foretoken.propose.union import Union, UnionMember
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 

@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled, WithoutReplacement
+from foretoken.core.draft import Draft, Sampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import block, tree

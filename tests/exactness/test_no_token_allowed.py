@@ -11,10 +11,9 @@ import torch
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
-from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine

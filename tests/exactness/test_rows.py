@@ -7,9 +7,8 @@ import torch
 
 from foretoken.core.context import Context
 from foretoken.core.distributions import NodeDistributions
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, ProposalLaw, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.history import History
-from foretoken.core.law import PointMass, ProposalLaw, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.native.sampling import Noise
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams

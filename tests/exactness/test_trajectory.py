@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 

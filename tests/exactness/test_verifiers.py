@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken.core.context import Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.params import MAX_SPECULATIVE_TOKENS

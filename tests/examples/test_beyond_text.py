@@ -13,8 +13,7 @@ import digits
 import series
 from continuous_verifier import Origin
 from foretoken.core.context import Exactness
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.streams import random_seed_from
 from foretoken.propose.base import Proposer
 

@@ -15,9 +15,8 @@ from foretoken.models import loading
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer, open_weights, resolve
 from foretoken.models.formats.weight_files import SafetensorsFile
-from foretoken.models.heads.blockwise import read_blockwise
 from foretoken.models.heads.eagle import read_eagle
-from foretoken.models.heads.medusa import read_medusa
+from foretoken.models.heads.medusa import read_blockwise, read_medusa
 from foretoken.models.hf.model import HFModel
 from foretoken.models.loading import load_model, resolve_device, resolve_dtype
 

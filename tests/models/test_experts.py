@@ -22,8 +22,7 @@ from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.families.expert_families import experts_of
-from foretoken.models.families.experts import Experts
+from foretoken.models.families.experts import Experts, experts_of
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.packed import PackedSettings, PackedWeights

@@ -25,7 +25,7 @@ from foretoken.models.formats.checkpoint import load_config, open_weights, resol
 from foretoken.models.formats.gguf.blocks import LAYOUTS, groups_of
 from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.weights import GGUFWeights
-from foretoken.models.formats.grouped import flat
+from foretoken.models.formats.quantize import flat
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.student import Student

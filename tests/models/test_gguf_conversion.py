@@ -21,7 +21,7 @@ from foretoken.models.formats.checkpoint import open_weights
 from foretoken.models.formats.gguf.families import FAMILIES, config_of
 from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.weights import GGUFWeights
-from foretoken.models.formats.grouped import Grouped
+from foretoken.models.formats.quantize import Grouped
 from foretoken.models.loading import load_model
 
 from . import dense, gguf_files, tiny

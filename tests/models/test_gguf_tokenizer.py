@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from foretoken import zoo
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.formats.checkpoint import eos_ids, load_generation_settings, load_tokenizer
-from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS
+from foretoken.models.formats.gguf.tokenizer import PRE_TOKENIZERS
 from foretoken.models.formats.tokenizer import PlainTokenizer
 
 PIECES = [

@@ -11,9 +11,18 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.grouped import CENTRE, Grouped, GroupLayout, Groups, TwoLevels, joinable, quantize_groups
 from foretoken.models.formats.layers import Layers, Source
-from foretoken.models.formats.quantize import Matrix, Quantizer
+from foretoken.models.formats.quantize import (
+    CENTRE,
+    Grouped,
+    GroupLayout,
+    Groups,
+    Matrix,
+    Quantizer,
+    TwoLevels,
+    joinable,
+    quantize_groups,
+)
 from foretoken.models.formats.weights import Ends, NormWeight
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan

@@ -16,8 +16,7 @@ from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.build import Kind, decoder_sources, library, loaded_library, packing_library
-from foretoken.models.runners.native.memory import Arena
-from foretoken.models.runners.native.packing import pack
+from foretoken.models.runners.native.packing import Arena, pack
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.torch_runner import TorchRunner
 

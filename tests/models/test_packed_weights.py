@@ -17,11 +17,10 @@ from foretoken.models.formats.checkpoint import open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.weights import Ends, NormWeight
 from foretoken.models.loading import load_model
-from foretoken.models.runners.native import weight_format
+from foretoken.models.runners.native import support
 from foretoken.models.runners.native.bindings import Matrix, UpperBytes
 from foretoken.models.runners.native.build import Kind, packing_library
-from foretoken.models.runners.native.memory import Arena
-from foretoken.models.runners.native.packing import PAIR_BYTES, pack
+from foretoken.models.runners.native.packing import PAIR_BYTES, Arena, pack
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
 
@@ -184,23 +183,23 @@ def test_texts_are_those_of_raw_weights() -> None:
 @needs_kernels
 def test_auto_packs_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     a = Architecture.of(CONFIG, None)
-    size = weight_format.matrix_bytes(a, torch.bfloat16)
+    size = support.matrix_bytes(a, torch.bfloat16)
     levels = {level.name: level for level in cpu.LEVELS}
     monkeypatch.setattr(cpu, "chosen", lambda: levels["avx512-bf16"])
-    monkeypatch.setattr(weight_format, "last_level_cache", lambda: size)
-    assert weight_format.packing_is_faster(a, torch.bfloat16)
-    assert not weight_format.packing_is_faster(a, torch.float32)
-    monkeypatch.setattr(weight_format, "last_level_cache", lambda: size + 1)
-    assert not weight_format.packing_is_faster(a, torch.bfloat16)
-    monkeypatch.setattr(weight_format, "last_level_cache", lambda: 1)
+    monkeypatch.setattr(support, "last_level_cache", lambda: size)
+    assert support.packing_is_faster(a, torch.bfloat16)
+    assert not support.packing_is_faster(a, torch.float32)
+    monkeypatch.setattr(support, "last_level_cache", lambda: size + 1)
+    assert not support.packing_is_faster(a, torch.bfloat16)
+    monkeypatch.setattr(support, "last_level_cache", lambda: 1)
     for name, pays in {"amx": False, "avx512": False, "avx2": False, "generic": False}.items():
         monkeypatch.setattr(cpu, "chosen", lambda name=name: levels[name])
-        assert weight_format.packing_is_faster(a, torch.bfloat16) == pays
+        assert support.packing_is_faster(a, torch.bfloat16) == pays
 
 
 def test_the_last_level_cache_is_read_from_the_system(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_format, "CACHES", tmp_path)
-    read = weight_format.last_level_cache.__wrapped__
+    monkeypatch.setattr(support, "CACHES", tmp_path)
+    read = support.last_level_cache.__wrapped__
     assert read() == 32 * 2**20
     for index, size in enumerate(("32K", "1024K", "8M")):
         (tmp_path / f"index{index}").mkdir()

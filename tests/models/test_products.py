@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core.native import build, cpu
-from foretoken.models.formats.grouped import Grouped, GroupLayout, Groups, TwoLevels
-from foretoken.models.formats.quantize import Int8
+from foretoken.models.formats.quantize import Grouped, GroupLayout, Groups, Int8, TwoLevels
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.runners.native.build import Kind, packing_library
-from foretoken.models.runners.native.memory import Arena
-from foretoken.models.runners.native.packing import Packed, pack
+from foretoken.models.runners.native.packing import Arena, Packed, pack
 
 from .products import PRODUCTS, SOURCES
 from .test_native import LEVELS, needs_kernels

@@ -16,8 +16,7 @@ from foretoken.cli.main import main
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle
-from foretoken.models.hf.ranks import RankGroup
-from foretoken.models.hf.sharded import plan_from_json, plan_to_json, read_part
+from foretoken.models.hf.sharded import RankGroup, plan_from_json, plan_to_json, read_part
 from foretoken.models.loading import check_ranks, load_model
 from foretoken.models.runners.pass_plan import PassPlan
 

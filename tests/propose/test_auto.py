@@ -21,11 +21,10 @@ from foretoken.costs.model import CostModel
 from foretoken.engine.warmup import warm_up
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
-from foretoken.propose.auto import Auto
 from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.propose.recycling import Recycling
-from foretoken.propose.union import Union, UnionMember
+from foretoken.propose.union import Auto, Union, UnionMember
 from foretoken.speculation import Builder
 
 TEXT = FUNCTIONS[0]

@@ -9,9 +9,8 @@ from tests.models.heads import blocks, tiny
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, Sampled, WithoutReplacement
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.law import PointMass, Sampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
@@ -20,8 +19,7 @@ from foretoken.models.base import Scores
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockNet
 from foretoken.propose.base import Observation
-from foretoken.propose.dflash import BlockProposer, DFlashConfig
-from foretoken.propose.dspark import DSpark, DSparkConfig
+from foretoken.propose.dflash import BlockProposer, DFlashConfig, DSpark, DSparkConfig
 
 PROMPTS = ["def greet(name):", "class", "for i in range(10):\n    print(", "x", "€", "1", "if", "import os\n"]
 

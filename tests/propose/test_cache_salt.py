@@ -19,9 +19,8 @@ from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Observation, Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.eagle import Eagle
-from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.lookup import Lookup
-from foretoken.propose.per_request import PerRequestProposer
+from foretoken.propose.per_request import FallbackProposer, PerRequestProposer
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.prediction import Prediction
 from foretoken.propose.recycling import Recycling, RecyclingConfig

@@ -9,8 +9,7 @@ from tests.models.plain import text
 from tests.models.tiny import ARCHITECTURES, VOCAB, only_runner
 
 from foretoken.core.context import ChainEnd, Context, Exactness
-from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams

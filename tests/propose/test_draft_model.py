@@ -6,9 +6,8 @@ from tests.propose.toys import TrackedToy
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams

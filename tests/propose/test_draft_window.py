@@ -15,12 +15,10 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockNet
-from foretoken.models.heads.eagle import read_eagle
-from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.heads.eagle import EagleNet, read_eagle
 from foretoken.models.loading import load_model
-from foretoken.propose.assistant import AssistantGrowth
-from foretoken.propose.early_exit import EarlyExitConfig
-from foretoken.propose.self_quantized import SelfQuantizedConfig
+from foretoken.propose.early_exit import EarlyExitConfig, SelfQuantizedConfig
+from foretoken.propose.mtp import AssistantGrowth
 
 PROMPTS = ["def greet(name):\n    return", "import os\n" * 20, "x"]
 

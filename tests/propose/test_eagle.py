@@ -15,9 +15,8 @@ from tests.models.trees import repeating
 from foretoken import LLM, SamplingParams
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, Sampled
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.law import PointMass, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams, random_seed_from
@@ -25,8 +24,7 @@ from foretoken.core.verdict import Verdict
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Scores
-from foretoken.models.heads.eagle import read_eagle
-from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.heads.eagle import EagleNet, read_eagle
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Observation
 from foretoken.propose.eagle import Eagle, EagleConfig, ParallelEagle

@@ -19,11 +19,10 @@ from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import MEMBERS, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.per_request import PerRequestProposer
+from foretoken.propose.per_request import FallbackProposer, PerRequestProposer
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=2.0)
-LOGGER = "foretoken.propose.fallback"
+LOGGER = "foretoken.propose.per_request"
 
 
 class Failure(Exception):

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.context import Context
-from foretoken.core.law import PointMass
+from foretoken.core.draft import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.propose.continuations import candidate_tree
 from foretoken.propose.lookup import Lookup, LookupConfig
 from foretoken.propose.matches import BREAK, GrowingText, Matches
 from foretoken.propose.suffix_array import SuffixArray, sort_suffixes
+from foretoken.propose.tree import candidate_tree
 
 DEPTH, STEPS = 6, 4
 TEXTS = st.lists(st.sampled_from([BREAK, 0, 1, 2, 3]), min_size=1, max_size=80)

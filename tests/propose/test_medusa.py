@@ -12,20 +12,16 @@ from torch import Tensor
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
-from foretoken.models.heads.blockwise import read_blockwise
-from foretoken.models.heads.medusa import read_medusa
-from foretoken.models.heads.parallel import BlockwiseNet, MedusaNet
+from foretoken.models.heads.medusa import BlockwiseNet, MedusaNet, read_blockwise, read_medusa
 from foretoken.propose.base import Observation
-from foretoken.propose.blockwise import BlockwiseConfig
-from foretoken.propose.medusa import MedusaConfig, Parallel
+from foretoken.propose.medusa import BlockwiseConfig, MedusaConfig, Parallel
 
 CPU, F32 = torch.device("cpu"), torch.float32
 HEAD = torch.randn(101, 64, generator=torch.Generator().manual_seed(0)) * 0.3

@@ -20,13 +20,13 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.engine.kv_budget import state_tokens
+from foretoken.engine.footprint import state_tokens
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
+from foretoken.models.heads.loading import load_mtp
 from foretoken.models.heads.mtp import has_mtp, read_mtp
-from foretoken.models.heads.mtp_loading import load_mtp
-from foretoken.models.heads.mtp_stack import MtpStack
+from foretoken.models.heads.mtp_net import MtpStack
 from foretoken.models.heads.taps import TOKENS
 from foretoken.models.loading import load_model
 from foretoken.models.runners.pass_plan import Tapped

@@ -11,13 +11,12 @@ from tests.models.tiny import ARCHITECTURES, Tiny
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.models.base import Scores
-from foretoken.models.heads.mask_token import mask_token
+from foretoken.models.heads.files import mask_token
 from foretoken.models.toy import ToyModel
 from foretoken.propose.draft_model import DraftMethodConfig, DraftModelConfig, ParallelDraftModel, _mask_token
 from foretoken.propose.growers import TreeKind

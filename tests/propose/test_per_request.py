@@ -15,8 +15,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Needs, Proposer
-from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.per_request import PerRequestProposer
+from foretoken.propose.per_request import FallbackProposer, PerRequestProposer
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3)
 

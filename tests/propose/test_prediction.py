@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.propose.prediction import METHOD, Prediction, ReferencePosition

@@ -9,9 +9,8 @@ from tests.models.trees import repeating
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
-from foretoken.core.law import PointMass
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings

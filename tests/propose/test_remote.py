@@ -9,12 +9,11 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.propose.fallback import FallbackProposer
+from foretoken.propose.per_request import FallbackProposer
 from foretoken.propose.remote import Remote, RemoteConfig
 from foretoken.propose.remote_wire import (
     Commit,

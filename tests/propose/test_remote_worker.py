@@ -11,8 +11,7 @@ from tests.propose.toys import TrackedToy
 
 from foretoken.control.base import Controller
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
@@ -23,7 +22,7 @@ from foretoken.models.resumable import Resumable
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.fallback import FallbackProposer
+from foretoken.propose.per_request import FallbackProposer
 from foretoken.propose.remote import Remote
 from foretoken.propose.remote_transports import Disconnected, DraftEndpoint, EngineEndpoint, start_thread
 from foretoken.propose.remote_worker import DraftingWorker, likely_path

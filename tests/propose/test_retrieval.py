@@ -8,13 +8,20 @@ import numpy as np
 import pytest
 
 from foretoken.core.context import Context
+from foretoken.core.draft import PointMass
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.propose.base import BuildContext, Proposer
-from foretoken.propose.datastore import MANIFEST, Datastore, DatastoreWriter, fingerprint
-from foretoken.propose.retrieval import METHOD, Retrieval, RetrievalConfig
+from foretoken.propose.retrieval import (
+    MANIFEST,
+    METHOD,
+    Datastore,
+    DatastoreWriter,
+    Retrieval,
+    RetrievalConfig,
+    fingerprint,
+)
 
 
 class Vocabulary:

@@ -11,8 +11,8 @@ from tests.propose.heads import random_head
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.context import ChainEnd, Context, Exactness
+from foretoken.core.draft import PointMass, Sampled
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.law import PointMass, Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.models.toy import ToyModel

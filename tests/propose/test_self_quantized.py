@@ -14,7 +14,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.formats import memory
 from foretoken.models.runners.native.build import Kind, ScaleKind, grouped_kind, kind_bits
 from foretoken.models.runners.native.runner import NativeRunner
-from foretoken.propose.self_quantized import SelfQuantizedConfig, SharedCacheDraft
+from foretoken.propose.early_exit import SelfQuantizedConfig, SharedCacheDraft
 
 pytestmark = needs_kernels
 

@@ -11,19 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
 from foretoken.propose.base import Observation
-from foretoken.propose.continuations import candidate_tree
 from foretoken.propose.matches import BREAK
-from foretoken.propose.suffix import METHOD, Suffix, SuffixConfig
-from foretoken.propose.suffix_store import STORE_TOKENS, SuffixStore, SuffixStores
+from foretoken.propose.suffix import METHOD, STORE_TOKENS, Suffix, SuffixConfig, SuffixStore, SuffixStores
+from foretoken.propose.tree import candidate_tree
 
 
 def context(tokens, identifier=0, prompt=None) -> Context:
@@ -214,7 +212,7 @@ def test_the_bound_on_requests_holds(bound):
 
 
 def test_many_outputs_make_few_segments(monkeypatch):
-    monkeypatch.setattr("foretoken.propose.suffix_store.FRESH_TOKENS", 64)
+    monkeypatch.setattr("foretoken.propose.suffix.FRESH_TOKENS", 64)
     store = SuffixStore(24, max_tokens=1_000_000, max_requests=1_000_000)
     for number in range(2000):
         store.add(output(number))

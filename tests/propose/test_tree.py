@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.core.law import PointMass, TopPlusSampled, WithoutReplacement
+from foretoken.core.draft import PointMass, TopPlusSampled, WithoutReplacement
 from foretoken.core.streams import Purpose, Streams
 from foretoken.propose.drawn_tree import DrawnTree
 from foretoken.propose.tree import Candidates, Tree, best_first, likeliest, racing

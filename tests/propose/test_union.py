@@ -11,9 +11,8 @@ from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.fixed import Fixed
 from foretoken.control.policy import DraftPolicy
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
@@ -21,9 +20,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import MEMBERS, Needs, Proposer
-from foretoken.propose.draft_union import DraftUnion
-from foretoken.propose.mixture import MixtureConfig
-from foretoken.propose.union import Union, UnionMember
+from foretoken.propose.union import DraftUnion, MixtureConfig, Union, UnionMember
 
 TARGET = ToyModel(vocab_size=8, order=2, seed=3, sharpness=6.0)
 GREEDY = SamplingLaw(temperature=0.0)

@@ -25,9 +25,8 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_config, load_generation_settings, load_tokenizer
 from foretoken.models.formats.gguf.blocks import FLOATS
 from foretoken.models.formats.gguf.header import Header
-from foretoken.models.formats.gguf.mixtures import MIXTURES, tensor_type
-from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS
-from foretoken.models.formats.gguf.settings import stored_rows
+from foretoken.models.formats.gguf.settings import MIXTURES, stored_rows, tensor_type
+from foretoken.models.formats.gguf.tokenizer import PRE_TOKENIZERS
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.loading import load_model
 from foretoken.quantize import quantize_checkpoint

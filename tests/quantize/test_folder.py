@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from foretoken import zoo
 from foretoken.core.draft import Draft
-from foretoken.models.families.expert_families import EXPERT_FAMILIES
+from foretoken.models.families.experts import EXPERT_FAMILIES
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.prequantized import unpacked
 from foretoken.models.formats.quantize import quantize

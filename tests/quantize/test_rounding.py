@@ -22,7 +22,7 @@ from foretoken.quantize import calibration, quantize_checkpoint
 from foretoken.quantize.calibration import Calibration, Losses
 from foretoken.quantize.file import to_blocks
 from foretoken.quantize.rounding import Curvature, Grid, Rounding, Scheme, affine_scales, gptq, symmetric_scales
-from foretoken.quantize.source import EMBEDDING, SourceCheckpoint
+from foretoken.quantize.run import EMBEDDING, SourceCheckpoint
 
 # Mean squared error of llama.cpp's ggml_quantize_chunk on ``weights()``, in thousandths of the weights' mean square.
 LLAMA_CPP = {

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.draft import Draft, Sampled
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.outputs import CompletionOutput, Logprob, SpeculationStats, StreamPiece

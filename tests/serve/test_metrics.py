@@ -12,10 +12,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as strict_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from foretoken.core.acceptance_run import KINDS
 from foretoken.core.draft import Draft
 from foretoken.core.step import StepOutput, Timings
-from foretoken.core.verdict import Verdict
+from foretoken.core.verdict import KINDS, Verdict
 from foretoken.serve.metrics import Metrics, SpeculationRecord
 
 DOCS = Path(__file__).parents[2] / "docs"

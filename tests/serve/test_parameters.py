@@ -198,7 +198,7 @@ def test_ping_and_what_is_not_served(server: Running) -> None:
 
 
 def test_acceptance_stop_ends_loops_under_its_own_finish_reason(server, monkeypatch):
-    monkeypatch.setattr("foretoken.core.acceptance_run._ACCEPTED", 32)
+    monkeypatch.setattr("foretoken.core.verdict._ACCEPTED", 32)
     llm = LLM(zoo.path("draft"), speculative_config={"method": "ngram", "num_speculative_tokens": 4})
     token = llm.tokenizer.convert_tokens_to_ids("a")
     loop = {"allowed_token_ids": [token], "speculative_method": "ngram", "temperature": 0, "ignore_eos": True}

@@ -18,10 +18,9 @@ from foretoken import LLM, SamplingParams
 from foretoken.core import progress as reporting
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
-from foretoken.models.heads.blockwise import read_blockwise
 from foretoken.models.heads.eagle import read_eagle
-from foretoken.models.heads.loading import load_block, load_eagle
-from foretoken.models.heads.mtp_loading import load_mtp
+from foretoken.models.heads.loading import load_block, load_eagle, load_mtp
+from foretoken.models.heads.medusa import read_blockwise
 from foretoken.models.loading import load_model
 from foretoken.quantize.run import quantize_checkpoint
 from foretoken.train import heads, losses

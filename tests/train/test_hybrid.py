@@ -14,8 +14,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gat
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.heads.loading import load_mtp
 from foretoken.models.heads.mtp import has_mtp
-from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
 from foretoken.train.config import HeadConfig, MtpTrainConfig, RunOptions
 from foretoken.train.data import Corpus

@@ -12,10 +12,8 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
-from foretoken.models.heads.blockwise import read_blockwise
 from foretoken.models.heads.loading import load_block, load_eagle
-from foretoken.models.heads.medusa import read_medusa
-from foretoken.models.heads.parallel import BlockwiseNet, MedusaNet
+from foretoken.models.heads.medusa import BlockwiseNet, MedusaNet, read_blockwise, read_medusa
 from foretoken.models.loading import load_model
 from foretoken.train.shapes import LlamaShape
 from foretoken.train.widen import checkpoint as up

@@ -23,9 +23,8 @@ from foretoken.audit.negative import PLANTS
 from foretoken.audit.subject import Audited, AuditedCompletion, AuditStep, CompletionSettings, Ids
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams

@@ -18,8 +18,7 @@ from foretoken.audit.sampled import MAX_TOKENS, drawn, leveled, most_significant
 from foretoken.audit.subject import CONTROL, Audited, AuditTask, Check, CheckOutcome
 from foretoken.audit.tally import Statistic, TokenTally, noncentrality
 from foretoken.core.context import Exactness
-from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass, ProposalLaw, Sampled, TopPlusSampled
+from foretoken.core.draft import Draft, PointMass, ProposalLaw, Sampled, TopPlusSampled
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify import Rule, Verifier, choose

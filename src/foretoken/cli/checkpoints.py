@@ -134,11 +134,10 @@ def convert(
 
 def _converted(source: Path, to: str, target: str | None) -> Written:
     from foretoken.models.heads.block import read_block
-    from foretoken.models.heads.blockwise import MODEL_TYPE
     from foretoken.models.heads.dialects import BLOCK_DIALECTS, EAGLE_DIALECTS, write_block, write_eagle
     from foretoken.models.heads.eagle import read_eagle
     from foretoken.models.heads.files import open_head
-    from foretoken.models.heads.medusa import MEDUSA_DIALECTS, read_medusa, write_medusa
+    from foretoken.models.heads.medusa import MEDUSA_DIALECTS, MODEL_TYPE, read_medusa, write_medusa
 
     known = tuple(dict.fromkeys((*EAGLE_DIALECTS, *MEDUSA_DIALECTS, *BLOCK_DIALECTS)))
     if to not in known:
@@ -293,7 +292,7 @@ def build_datastore(
     """Build a datastore: then --speculative-config '{"method": "retrieval", "model": "OUT"}'."""
     from foretoken.core.progress import Reporter
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
-    from foretoken.propose.datastore import DatastoreWriter
+    from foretoken.propose.retrieval import DatastoreWriter
 
     path = resolve(model) if model is not None else zoo.path("target")
     destination, files = Destination.checked(out, artifacts.DATASTORE, (path, *data), force), _files(data)

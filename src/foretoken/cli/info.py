@@ -149,7 +149,7 @@ def _version(package: str) -> str:
 
 
 def _settings() -> dict[str, Any]:
-    from foretoken.core.folders import cache_folder
+    from foretoken.core.files import cache_folder
 
     folder = cache_folder()
     names = sorted({name for name in os.environ if name.startswith("FORETOKEN_")} | {*_VARIABLES} & os.environ.keys())

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.native.compilation import COMPILING, NOTICE, compilation
+from foretoken.core.native.build import COMPILING, NOTICE, compilation
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,8 +21,7 @@ from foretoken.control.fixed import caps, halvings, requested, short_of_memory
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.core.context import ChainEnd, Context
-from foretoken.core.draft import Decision, Draft
-from foretoken.core.law import PointMass
+from foretoken.core.draft import Decision, Draft, PointMass
 from foretoken.core.step import StepOutput, is_decode_only
 from foretoken.costs.model import CostModel
 

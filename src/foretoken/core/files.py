@@ -1,4 +1,4 @@
-"""Reading and writing files: atomic files and directories, and JSON."""
+"""Reading and writing files: atomic files and directories, JSON, and the folder that is kept between runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from typing import Any
 from safetensors import SafetensorError
 
 from foretoken.core.errors import ForetokenError, InvalidRequest, ModelLoadError, WriteError
+
+
+def cache_folder() -> Path:
+    """Returns the cache folder: $FORETOKEN_CACHE, else $XDG_CACHE_HOME/foretoken, else ~/.cache/foretoken."""
+    if chosen := os.environ.get("FORETOKEN_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "foretoken"
+
 
 AGAIN = "download or save it again"
 

@@ -1,8 +1,8 @@
-"""Schemas of JSON files: the type and range of each field, with one-line errors."""
+"""Schemas of JSON files: the type and range of each field, with one-line errors; and walks through JSON schemas."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from reprlib import Repr
 from types import MappingProxyType
@@ -12,6 +12,39 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.files import AGAIN, read_json
+
+# The keywords whose values are schemas by name; a schema, or a list of schemas. Values of other keywords are data.
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DIRECT = (
+    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
+    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+    *("anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
+)
+
+KeyPath = tuple[str, ...]
+
+
+def subschemas(schema: Any) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+    """Yields a schema and every schema within it, each with its path of keywords, names and indices.
+
+    A schema may be changed once it was yielded. References are not followed.
+    """
+    pending: list[tuple[KeyPath, Any]] = [((), schema)]
+    while pending:
+        path, part = pending.pop()
+        if not isinstance(part, dict):
+            continue
+        yield path, part
+        inner: list[tuple[KeyPath, Any]] = []
+        for keyword, value in part.items():
+            if keyword in _BY_NAME and isinstance(value, dict):
+                inner += [((*path, keyword, name), subschema) for name, subschema in value.items()]
+            elif keyword in _DIRECT and isinstance(value, list):
+                inner += [((*path, keyword, str(index)), subschema) for index, subschema in enumerate(value)]
+            elif keyword in _DIRECT:
+                inner.append(((*path, keyword), value))
+        pending += reversed(inner)
+
 
 MAX_PROBLEMS = 5  # listed in one error
 MAX_INT = 2**31 - 1  # sizes and token ids are int32 in the kernels

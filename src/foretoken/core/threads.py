@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from foretoken.core.native.processor import sysctl
+from foretoken.core.native.cpu import sysctl
 
 VARIABLE = "OMP_NUM_THREADS"
 _log = logging.getLogger(__name__)

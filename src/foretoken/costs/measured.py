@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from foretoken.core.errors import WriteError
-from foretoken.core.files import atomic_file
-from foretoken.core.folders import cache_folder
+from foretoken.core.files import atomic_file, cache_folder
 from foretoken.core.schema import read_object
 from foretoken.costs.curve import Curve
 

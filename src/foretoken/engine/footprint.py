@@ -3,6 +3,7 @@
 The sum has the weights, the KV caches and recurrent states, and other memory: of passes, positions, hidden states that
 heads read, and the tokenizer. ``benchmarks/footprint.py`` compares it with measurements. KV caches are counted for
 ``kv_cache_memory_bytes``, else for one sequence: of ``max_model_len`` tokens if that is given, else of at most 2,048.
+The memory of KV caches is divided between target and proposer.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from typing import Any
 import torch
 
 from foretoken.core.artifacts import HEADS_FOLDER
-from foretoken.core.errors import ForetokenError, ModelLoadError, allocation_failed, reason_of
+from foretoken.core.errors import ForetokenError, InvalidRequest, ModelLoadError, allocation_failed, reason_of
+from foretoken.models.base import Model
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.memory import free_memory, weight_bytes
 from foretoken.models.heads.files import find_head
-from foretoken.models.heads.kinds import MTP
-from foretoken.models.heads.published import default_drafters
+from foretoken.models.heads.published import MTP, default_drafters
 from foretoken.models.loading import OpenedModel, open_model, resolve_device, resolve_dtype
 from foretoken.models.options import check_options
 from foretoken.models.runners.native.support import cache_kind, token_bytes
 from foretoken.models.state.recurrent import StateShape
+from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig, find
 
 USUAL_TOKENS = 2048  # of a sequence whose maximum length is the checkpoint's
@@ -339,3 +341,52 @@ def _size(config: Mapping[str, Any], name: str) -> int:
     """Returns a size in a head's config.json; 0 without it. Loading the head checks its type."""
     value = config.get(name)
     return value if isinstance(value, int) else 0
+
+
+_PREFIX_SHARE = 0.25  # of free memory, the limit of the prefix cache
+
+
+def state_tokens(target: Model, proposer: Proposer) -> int:
+    """Returns the number of tokens whose KV cache takes as much memory as the recurrent states of one sequence."""
+    each, state = target.kv_bytes_per_token + proposer.kv_bytes_per_token, target.state_bytes + proposer.state_bytes
+    return -(-state // each) if each else 0
+
+
+def split_kv_memory(
+    target: Model, proposer: Proposer, max_bytes: int | None, prefixes: bool, max_sequences: int
+) -> int | None:
+    """Enables the prefix caches and returns the number of tokens whose KV cache fits, None for no limit.
+
+    Args:
+        target: The target model.
+        proposer: The proposer.
+        max_bytes: KV cache memory of both together, or None for no limit.
+        prefixes: Whether to enable prefix caching.
+        max_sequences: Number of sequences in one forward pass.
+
+    Raises:
+        InvalidRequest: Not even one sequence of the model's length fits.
+    """
+    each = target.kv_bytes_per_token + proposer.kv_bytes_per_token
+    capacity = None
+    if max_bytes is not None:
+        if not target.kv_bytes_per_token:
+            raise InvalidRequest("kv_cache_memory_bytes cannot bound this model, whose KV cache has no known size")
+        capacity = max_bytes // each
+        if capacity - (state := state_tokens(target, proposer)) <= target.max_length:
+            raise InvalidRequest(
+                f"kv_cache_memory_bytes of {max_bytes / 2**20:.0f} MiB holds {max(0, capacity - state)} tokens and a "
+                f"sequence may have {target.max_length}; give it "
+                f"{(target.max_length + state + 128) * each / 2**20:.0f} MiB, or lower "
+                "max_model_len"
+            )
+    if prefixes and each:
+        limit = max_bytes
+        if limit is None:
+            limit = min(
+                max_sequences * (target.max_length + state_tokens(target, proposer)) * each,
+                int(_PREFIX_SHARE * (free_memory(target.device) or 0)),
+            )
+        target.enable_prefix_cache(limit * target.kv_bytes_per_token // each)
+        proposer.enable_prefix_cache(limit * proposer.kv_bytes_per_token // each)
+    return capacity

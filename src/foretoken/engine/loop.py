@@ -12,11 +12,10 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.step import StepOutput, Timings
 from foretoken.engine.clock import StepClock
-from foretoken.engine.kv_budget import state_tokens
+from foretoken.engine.footprint import state_tokens
 from foretoken.engine.prefill_pace import PrefillPacer, PromptRows
-from foretoken.engine.prompt_logprobs import prompt_logprob_drafts, record_prompt_logprobs
 from foretoken.engine.scheduler import ScheduledBatch, Scheduler, SchedulerUsage
-from foretoken.engine.sequence import OutputOptions, Sequence
+from foretoken.engine.sequence import OutputOptions, Sequence, prompt_logprob_drafts, record_prompt_logprobs
 from foretoken.engine.step_rows import StepRows
 from foretoken.engine.stopping import Stopping
 from foretoken.engine.verified import NO_VERDICT, VerifiedDraft, readable

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.json_schema import subschemas
+from foretoken.core.schema import subschemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

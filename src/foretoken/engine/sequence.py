@@ -1,4 +1,4 @@
-"""One sequence in the engine, and the statistics of its steps."""
+"""One sequence in the engine: its tokens, the statistics of its steps, and log-probabilities of its prompt."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.acceptance_run import AcceptanceRun
 from foretoken.core.context import Context
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.native import sampling as native
 from foretoken.core.step import PositionCounts, StepOutput
-from foretoken.core.verdict import Verdict
+from foretoken.core.verdict import AcceptanceRun, Verdict
 from foretoken.engine.stopping import Stopping
 from foretoken.models.base import Handle, Scores
 from foretoken.outputs import SPAN, Explained, SpeculationStats
@@ -284,3 +283,27 @@ def _torch_logprobs(row: Tensor, token: int, count: int) -> TokenLogprobs:
     value = row[token]
     alternatives = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     return TokenLogprobs(token, float(value), int((row > value).sum()) + 1, alternatives)
+
+
+CHUNK = 128  # rows of logits at once
+
+
+def prompt_logprob_drafts(prefilling: Many[Sequence]) -> list[Draft]:
+    """Returns the next chunk of each prompt as a draft; empty for sequences without prompt log-probabilities."""
+    return [
+        Draft.chain(_chunk(sequence)) if sequence.needs_prompt_logprobs else Draft.empty() for sequence in prefilling
+    ]
+
+
+def record_prompt_logprobs(sequence: Sequence, scores: Scores) -> tuple[int, ...]:
+    """Records the log-probabilities of a sequence's chunk. Returns the chunk's tokens, which are to be committed."""
+    if not sequence.needs_prompt_logprobs:
+        return ()
+    chunk, count = _chunk(sequence), sequence.options.prompt_logprobs or 0
+    sequence.prompt_recorded += logprobs_of_rows(scores.logits[: len(chunk)], chunk, count)
+    return chunk
+
+
+def _chunk(sequence: Sequence) -> tuple[int, ...]:
+    start = len(sequence.handle.tokens)
+    return tuple(sequence.context.tokens[start : min(start + CHUNK, sequence.context.prompt_length)])

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.native import sampling as native
 from foretoken.core.native.sampling import DraftNodes, Noise, TokenRow
 from foretoken.core.streams import Purpose, Streams, purpose_key

@@ -21,11 +21,10 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores, growing, no_logits
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture, supports
-from foretoken.models.formats.grouped import GroupedWeights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.lora.tensors import read_adapter
 from foretoken.models.formats.prequantized import check_prequantized
-from foretoken.models.formats.quantize import Quantizer
+from foretoken.models.formats.quantize import GroupedWeights, Quantizer
 from foretoken.models.options import check_options
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.choose import build_runner, cached_runner

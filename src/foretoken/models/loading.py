@@ -28,8 +28,8 @@ from foretoken.models.formats.reader import located
 from foretoken.models.formats.weight_files import StoredTensors, Weights
 from foretoken.models.options import DTYPES, check_dtype, check_options
 from foretoken.models.runners.native.build import kernels_available, packs_groups
-from foretoken.models.runners.native.weight_format import PACKED_BITS, packs
-from foretoken.models.seq2seq.model import EncoderDecoder
+from foretoken.models.runners.native.support import PACKED_BITS, packs
+from foretoken.models.seq2seq import EncoderDecoder
 
 _log = logging.getLogger(__name__)
 

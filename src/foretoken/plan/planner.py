@@ -24,7 +24,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.progress import Say
 from foretoken.core.sampling import SamplingLaw
 from foretoken.costs.model import CostModel
-from foretoken.engine.kv_budget import split_kv_memory
+from foretoken.engine.footprint import split_kv_memory
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Model

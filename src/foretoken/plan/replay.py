@@ -35,9 +35,8 @@ from torch import Tensor
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import Law
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, ProposalLaw
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import PointMass, ProposalLaw
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import PositionCounts
 from foretoken.engine.loop import Engine

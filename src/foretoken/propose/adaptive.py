@@ -29,10 +29,9 @@ from foretoken.core.checks import check_keys, integer, number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.heads.student import HeadStudent
 from foretoken.models.learner import Learner, TargetSpan
 from foretoken.models.runners.pass_plan import tapped_rows
-from foretoken.models.student import Student
+from foretoken.models.student import HeadStudent, Student
 from foretoken.propose.base import Needs, Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel, ParallelDraftModel
 from foretoken.propose.eagle import Eagle, ParallelEagle

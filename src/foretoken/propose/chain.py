@@ -16,8 +16,7 @@ from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.distributions import Law, NodeDistributions
-from foretoken.core.draft import Draft, log_scores
-from foretoken.core.law import PointMass, ProposalLaw, Sampled
+from foretoken.core.draft import Draft, PointMass, ProposalLaw, Sampled, log_scores
 from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Stream

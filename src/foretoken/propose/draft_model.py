@@ -20,7 +20,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_config, load_vocabulary, resolve, vocabulary_size
-from foretoken.models.heads.mask_token import mask_token, no_mask_token
+from foretoken.models.heads.files import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
 from foretoken.propose.chain import draft_at_once

@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from foretoken.core.draft import Draft, log_scores
-from foretoken.core.law import ProposalLaw, TopPlusSampled, WithoutReplacement
+from foretoken.core.draft import Draft, ProposalLaw, TopPlusSampled, WithoutReplacement, log_scores
 from foretoken.core.streams import Stream
 from foretoken.propose.tree import Growth
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.heads.eagle import EagleNet
 from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import TapConvention

@@ -1,6 +1,6 @@
-"""Medusa (2401.10774): heads on the last hidden state predict the next positions at once; the best tree is drafted.
+"""Medusa (2401.10774) and blockwise decoding (1811.03115): heads predict the next positions at once.
 
-Blockwise decoding (1811.03115) differs only in the heads, and shares this proposer.
+They read the last hidden state. The best tree of their candidates is drafted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.streams import SharedStream
 from foretoken.models.heads.files import find_head
 from foretoken.models.heads.loading import check_vocabulary, check_width
-from foretoken.models.heads.medusa import read_medusa
-from foretoken.models.heads.parallel import MedusaNet, ParallelNet
+from foretoken.models.heads.medusa import BlockwiseNet, MedusaNet, ParallelNet, read_blockwise, read_medusa
 from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
 from foretoken.propose.tree import best_first, drafting_probs, kernel_candidates, likeliest, racing
 
@@ -106,3 +105,23 @@ def build(config: MedusaConfig, build_context: BuildContext) -> Parallel:
 
 
 METHOD = Method(MedusaConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockwiseConfig(MedusaConfig):
+    """As ``MedusaConfig``; by default the paper's chain, with a larger ``top_k`` a tree."""
+
+    top_k: int = 1
+
+
+def build_blockwise(config: BlockwiseConfig, build_context: BuildContext) -> Parallel:
+    """Builds the proposer from the heads that "model" names, or those that come with the target."""
+    target = build_context.target
+    folder = find_head("blockwise", build_context.model, build_context.path)
+    heads = read_blockwise(folder)
+    check_width("blockwise checkpoint", folder, heads.hidden, target)
+    net = BlockwiseNet(heads, target.dtype, target.device, target.unembed)
+    return Parallel("blockwise", net, target.num_layers, config)
+
+
+BLOCKWISE = Method(BlockwiseConfig, build_blockwise, drafts_trees=True, takes_draft_model=True)

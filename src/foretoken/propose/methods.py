@@ -13,28 +13,28 @@ if TYPE_CHECKING:
 
 METHODS: dict[str, str] = {
     "draft_model": "draft_model",
-    "auto": "auto",
+    "auto": "union:AUTO_METHOD",
     "ngram": "lookup",
     "suffix": "suffix",
     "retrieval": "retrieval",
     "recycling": "recycling",
     "prediction": "prediction",
     "medusa": "medusa",
-    "blockwise": "blockwise",
+    "blockwise": "medusa:BLOCKWISE",
     "eagle3": "eagle",
     "eagle": "eagle",
     "dflash": "dflash",
-    "jetspec": "jetspec",
-    "dspark": "dspark",
-    "assistant": "assistant",
+    "jetspec": "dflash:JETSPEC",
+    "dspark": "dflash:DSPARK",
+    "assistant": "mtp:ASSISTANT",
     "mtp": "mtp",
     "early_exit": "early_exit",
-    "self_quantized": "self_quantized",
+    "self_quantized": "early_exit:SELF_QUANTIZED",
     "vocabulary": "vocabulary",
-    "mixture": "mixture",
+    "mixture": "union:MIXTURE",
     "remote": "remote",
 }
-"""Module of ``propose`` that holds the ``METHOD``, by the name of a built-in method. Imported on use."""
+"""Module of ``propose``, and the method in it other than ``METHOD``, by the name of a built-in method."""
 
 NONE = "none"
 ENTRY_POINTS = "foretoken.methods"
@@ -74,7 +74,8 @@ def find(name: str) -> Method | None:
     if name in _registered:
         return _registered[name]
     if name in METHODS:
-        builtin: Method = import_module(f"foretoken.propose.{METHODS[name]}").METHOD
+        module, _, attribute = METHODS[name].partition(":")
+        builtin: Method = getattr(import_module(f"foretoken.propose.{module}"), attribute or "METHOD")
         return builtin
     (entry,) = entry_points(group=ENTRY_POINTS, name=name)
     installed: Method = entry.load()

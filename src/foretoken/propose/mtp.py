@@ -1,7 +1,7 @@
-"""Multi-token prediction (DeepSeek-V3, 2412.19437): layers that ship inside the target's checkpoint draft for it.
+"""Layers that read the target's last hidden state and the next token's embedding, chained for further tokens.
 
-A layer reads the target's last hidden state and the next token's embedding. It is chained for further tokens, on its
-own output. Trees grow as EAGLE's do.
+Multi-token prediction (DeepSeek-V3, 2412.19437): layers that ship inside the target's checkpoint. Assistants of Gemma 4
+also read the target's keys and values. Trees grow as EAGLE's do.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import Scores
+from foretoken.models.heads.assistant import AssistantHandle, AssistantNet
 from foretoken.models.heads.feature_net import DraftNet
-from foretoken.models.heads.mtp_loading import load_mtp
-from foretoken.models.heads.mtp_states import MtpStates
+from foretoken.models.heads.loading import load_assistant, load_mtp
+from foretoken.models.heads.taps import MtpStates
 from foretoken.propose.base import BuildContext, Method
+from foretoken.propose.growers import GrowthConfig, TreeKind, refuse_window
 from foretoken.propose.hidden_states import HeadGrowth, HiddenStateProposer
 
 _PLACES = {None: None, "after_norm": True, "before_norm": False}
@@ -67,3 +71,42 @@ def build(config: MtpConfig, build_context: BuildContext) -> Mtp:
 
 
 METHOD = Method(MtpConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantGrowth(GrowthConfig):
+    """Growth of the assistant's drafts, as of EAGLE's."""
+
+    tree: TreeKind = "sampled"
+    top_k: int = 8
+
+    def __post_init__(self) -> None:
+        GrowthConfig.__post_init__(self)
+        refuse_window(self.draft_window)
+
+
+class Assistant(HiddenStateProposer):
+    """Drafts with an assistant from the target's last hidden state and its KV cache.
+
+    Args:
+        layers: Number of layers of the target, whose normed output is tapped.
+    """
+
+    def __init__(self, net: AssistantNet, layers: int, config: AssistantGrowth | None = None) -> None:
+        super().__init__("assistant", net, (layers,), config or AssistantGrowth())
+
+    def _keep(self, context: Context, scores: Scores, rows: Sequence[int]) -> None:
+        """Keeps the states at committed tokens, and where the target has their keys and values."""
+        super()._keep(context, scores, rows)
+        handle = self._handles.get(context.id)
+        if isinstance(handle, AssistantHandle):
+            handle.slot, handle.place = scores.slot, len(context.tokens) - 1
+
+
+def build_assistant(config: AssistantGrowth, build_context: BuildContext) -> Assistant:
+    """Builds the proposer from the assistant that "model" names, or the one that comes with the target."""
+    target = build_context.target
+    return Assistant(load_assistant(target, build_context.model, build_context.path), target.num_layers, config)
+
+
+ASSISTANT = Method(AssistantGrowth, build_assistant, tokens=8, drafts_trees=True, takes_draft_model=True)

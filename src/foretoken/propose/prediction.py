@@ -11,7 +11,7 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.propose.base import BuildContext, Method, Proposer
-from foretoken.propose.continuations import candidate_tree
+from foretoken.propose.tree import candidate_tree
 
 Tokens = tuple[int, ...]
 

@@ -19,11 +19,10 @@ import torch
 
 from foretoken.core.checks import integer, number
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.law import PointMass
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
-from foretoken.propose.fallback import FallbackProposer
+from foretoken.propose.per_request import FallbackProposer
 from foretoken.propose.remote_transports import (
     PROGRAM,
     Disconnected,

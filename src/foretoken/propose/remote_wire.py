@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
+from foretoken.core.draft import Draft, PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.restrictions import BadWords
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams

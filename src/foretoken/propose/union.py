@@ -3,6 +3,9 @@
 Sources of fixed candidates join one tree with shared prefixes, of which the policy keeps the profitable nodes. A chain
 of sampled tokens has a distribution of its own and takes the place of the tree: before it is sampled, the policy
 compares what it expects of both. A union of one source is that source under the policy.
+
+Two methods are unions: "auto", the default, of the sources that need no model, with the draft or heads if there are
+any; and "mixture", of any sources.
 """
 
 from __future__ import annotations
@@ -12,14 +15,90 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.control.policy import DraftPolicy
+from foretoken.core.artifacts import heads_method
+from foretoken.core.checks import integer
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Decision, Draft, PointMass, log_scores
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import PointMass
 from foretoken.models.base import Scores
-from foretoken.propose.base import BuildContext, Needs, Observation, Proposer
-from foretoken.propose.draft_union import DraftUnion
+from foretoken.models.formats.checkpoint import load_config, resolve
+from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
 from foretoken.propose.growers import is_drawn
+
+
+@dataclass(eq=False, slots=True)
+class DraftUnion:
+    """A merged tree. Nodes are in the order of insertion, so parents come before children.
+
+    Attributes:
+        rates: P(node accepted | its parent accepted).
+        owners: The proposer with the highest rate for each node.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    owners: list[str] = field(default_factory=list)
+    _nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # by parent and token
+
+    def add(self, draft: Draft, rates: Sequence[float], owner: str) -> list[int]:
+        """Adds a draft of fixed candidates.
+
+        Args:
+            rates: P(node accepted | its parent accepted) of each node.
+
+        Returns:
+            The index in the union of each node of the draft.
+        """
+        nodes: list[int] = []
+        for token, parent, rate in zip(draft.ids, draft.parents, rates, strict=True):
+            above = nodes[parent] if parent >= 0 else -1
+            node = self._nodes.setdefault((above, token), len(self.tokens))
+            nodes.append(node)
+            if node == len(self.tokens):
+                self.tokens.append(token)
+                self.parents.append(above)
+                self.rates.append(rate)
+                self.owners.append(owner)
+            elif rate > self.rates[node]:
+                self.rates[node], self.owners[node] = rate, owner
+        return nodes
+
+    def weights(self) -> list[float]:
+        """Returns P(node accepted) of every node.
+
+        At most one sibling can be accepted: the likeliest keeps its rate, the others get at most the remainder.
+        """
+        left = [1.0] * (len(self.tokens) + 1)  # by parent, the root's first
+        shares = [0.0] * len(self.tokens)
+        for node in sorted(range(len(self.tokens)), key=self.rates.__getitem__, reverse=True):
+            above = self.parents[node] + 1
+            shares[node] = min(self.rates[node], left[above])
+            left[above] -= shares[node]
+        weights: list[float] = []
+        for share, parent in zip(shares, self.parents, strict=True):
+            weights.append(share * (weights[parent] if parent >= 0 else 1.0))
+        return weights
+
+    def draft(
+        self, kept: Sequence[int], weights: Sequence[float], levels: int, decision: Decision | None = None
+    ) -> Draft:
+        """Returns the tree of the nodes ``kept``, scored by log ``weights``.
+
+        Args:
+            kept: Indices in rising order, with every node's parent.
+            weights: P(node accepted) of every node.
+            levels: Passes of the draft model.
+            decision: The numbers behind it.
+        """
+        number = {node: i for i, node in enumerate(kept)}
+        return Draft(
+            tuple([self.tokens[node] for node in kept]),
+            tuple([number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in kept]),
+            scores=log_scores([weights[node] for node in kept]),
+            levels=levels,
+            decision=decision,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +316,75 @@ def build_sources(configs: Sequence[Mapping[str, Any]], build_context: BuildCont
         name = method if all(source.name != method for source in sources) else f"{method} {len(sources) + 1}"
         sources.append(UnionMember(name, build_context.member(config), config.get("num_speculative_tokens")))
     return sources
+
+
+AUTO = "auto"
+COPIES: tuple[Mapping[str, Any], ...] = (
+    {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+    {"method": "prediction"},
+)
+"""No request is drafted from what another one wrote, which its speed could show."""
+
+
+class Auto(Union):
+    """The union whose model may also draft alone, for requests that choose its method."""
+
+    @property
+    def alone(self) -> dict[str, Proposer]:
+        """The model's own proposer, by the name of its method."""
+        return {self.model.name: Union([self.model], self.policy, self.model.name)} if self.model else {}
+
+
+@dataclass(frozen=True, slots=True)
+class AutoConfig:
+    """The method has no keys: other members or options are those of a mixture."""
+
+
+def around(model: UnionMember | None, build_context: BuildContext) -> Auto:
+    """Returns the union of copied text and ``model``."""
+    members = [*build_sources(COPIES, build_context), *([model] if model else [])]
+    return Auto(members, build_context.policy, AUTO)
+
+
+def build_auto(config: AutoConfig, build_context: BuildContext) -> Auto:
+    """Builds the union, around the draft or heads that "model" names if it names any."""
+    if (name := build_context.model) is None:
+        return around(None, build_context)
+    method = heads_method(load_config(resolve(name))) or "draft_model"
+    return around(UnionMember(method, build_context.member({"method": method, "model": str(name)})), build_context)
+
+
+AUTO_METHOD = Method(AutoConfig, build_auto, tokens=8, drafts_trees=True, takes_draft_model=True)
+
+
+_DEFAULT = ({"method": "suffix"}, {"method": "recycling"})
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureConfig:
+    """Members of the mixture.
+
+    Attributes:
+        members: Configurations as in ``speculative_config``, one per member, at most one of which is a model.
+            "num_speculative_tokens" bounds a member's nodes; without it they are bounded by the step's budget.
+    """
+
+    members: Sequence[Mapping[str, Any]] = _DEFAULT
+
+    def __post_init__(self) -> None:
+        if isinstance(self.members, str | Mapping) or not self.members:
+            raise InvalidRequest("members must be a list of speculative configurations, one at least")
+        for member in self.members:
+            if not isinstance(member, Mapping) or not isinstance(member.get("method"), str):
+                raise InvalidRequest(f"a member is a speculative configuration with a 'method', got {member!r}")
+            if member["method"] in ("auto", "mixture"):
+                raise InvalidRequest("a mixture cannot be a member of a mixture; list its members instead")
+            integer("num_speculative_tokens of a member", member.get("num_speculative_tokens"), 1, optional=True)
+
+
+def build_mixture(config: MixtureConfig, build_context: BuildContext) -> Union:
+    """Builds the union of the members."""
+    return Union(build_sources(config.members, build_context), build_context.policy, "mixture")
+
+
+MIXTURE = Method(MixtureConfig, build_mixture, tokens=16, drafts_trees=True)

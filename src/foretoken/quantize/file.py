@@ -21,20 +21,21 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.formats.gguf.blocks import FLOATS, LAYOUTS, PACKED, BlockNumbers, Bytes, packed
 from foretoken.models.formats.gguf.families import FAMILIES, GGUFFamily, config_of
+from foretoken.models.formats.gguf.fields import ROPE_FACTORS
 from foretoken.models.formats.gguf.header import Header, StoredTensor
-from foretoken.models.formats.gguf.mixtures import MIXTURES, tensor_type
-from foretoken.models.formats.gguf.positions import ROPE_FACTORS
 from foretoken.models.formats.gguf.settings import (
+    MIXTURES,
     WRITTEN,
     add_settings,
     check_same,
     rope_factors,
     stored_rows,
+    tensor_type,
 )
 from foretoken.models.formats.gguf.tensor_names import Names
 from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer
 from foretoken.models.formats.gguf.vocabulary import PROBES, add_tokenizer
-from foretoken.models.formats.grouped import strips
+from foretoken.models.formats.quantize import strips
 from foretoken.quantize.rounding import Grid, Rounding, affine_scales, symmetric_scales
 
 _K = GGMLQuantizationType

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
-from foretoken.models.families.expert_families import EXPERT_FAMILIES
+from foretoken.models.families.experts import EXPERT_FAMILIES
 from foretoken.models.families.rope import inverse_frequencies
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.tokenizer import special_ids
-from foretoken.models.formats.grouped import strips
-from foretoken.models.formats.quantize import Quantizer, quantize
+from foretoken.models.formats.quantize import Quantizer, quantize, strips
 from foretoken.models.formats.shards import ShardWriter, copy_companions
 from foretoken.quantize.rounding import Grid, Rounding, Scheme, symmetric_scales
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.formats.gguf.mixtures import MIXTURES
+from foretoken.models.formats.gguf.settings import MIXTURES
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.options import QUANTIZATIONS
 

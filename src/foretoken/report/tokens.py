@@ -8,9 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from foretoken.core.acceptance_run import KINDS
 from foretoken.core.draft import Draft
 from foretoken.core.step import PositionCounts, StepOutput, Timings
+from foretoken.core.verdict import KINDS
 from foretoken.engine.detokenize import Detokenizer, Tokenizer
 from foretoken.outputs import CompletionOutput, Logprob, SpeculationStats, StreamPiece
 from foretoken.report.charts import Axis, Bar, Point, Series, StepLap, bars, lines, missing, timeline

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.params import MAX_SPECULATIVE_TOKENS
-from foretoken.propose.fallback import FallbackProposer
+from foretoken.propose.per_request import FallbackProposer
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.schema import Body
 from foretoken.serve.worker import Worker

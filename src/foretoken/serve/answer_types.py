@@ -4,7 +4,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
-from foretoken.core.acceptance_run import Kind
+from foretoken.core.verdict import Kind
 
 FinishReason = Literal["stop", "length", "tool_calls", Kind]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from foretoken.core.acceptance_run import KINDS
+from foretoken.core.verdict import KINDS
 from foretoken.outputs import CompletionOutput, StreamPiece
 from foretoken.serve.answer_types import AnthropicMessage, AnthropicUsage, ResponseObject
 from foretoken.serve.errors import ApiError

@@ -15,8 +15,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from foretoken.core.acceptance_run import KINDS
 from foretoken.core.step import PositionCounts, StepOutput
+from foretoken.core.verdict import KINDS
 from foretoken.engine.scheduler import SchedulerUsage
 from foretoken.outputs import SpeculationStats
 from foretoken.serve.token_text import PHASES

@@ -6,7 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.json_schema import subschemas
+from foretoken.core.schema import subschemas
 from foretoken.engine.chat_template import apply_template, own_template
 from foretoken.serve.chat_schema import AllowedTools, ChatRequest, Message, NamedTool, Tool, offered_tools
 from foretoken.serve.errors import invalid

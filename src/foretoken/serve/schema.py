@@ -22,9 +22,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from foretoken.core.acceptance_run import Kind
 from foretoken.core.checks import MAX_SEED, MIN_SEED
-from foretoken.core.json_schema import subschemas
+from foretoken.core.schema import subschemas
+from foretoken.core.verdict import Kind
 from foretoken.params import LARGEST, MAX_COUNT, MAX_N, MAX_SALT, MAX_SPECULATIVE_TOKENS, SMALLEST
 from foretoken.serve.request_state import ignore_unknown_fields
 

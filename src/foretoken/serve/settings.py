@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from foretoken.core.acceptance_run import KINDS
 from foretoken.core.checks import named
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.core.verdict import KINDS
 
 _HEADER = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]+)?")
 _PATTERN = re.compile(r"\*|(?:\*\.)?[a-z0-9_-][a-z0-9._-]*")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretoken.models.heads.files import MASK_KEYS
 from foretoken.models.heads.layers import FusedLayer, HeadLayer, RmsNorm, UnrolledAttention, unroll
-from foretoken.models.heads.mask_token import MASK_KEYS
 from foretoken.train.config import Eagle3Config, FusedConfig, PEagleConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.head import (

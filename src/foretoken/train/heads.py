@@ -257,7 +257,6 @@ class HeadTraining:
             yield batch.ids, batch.states, acceptance.to(batch.ids.device)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Returns the loss of a batch."""
         ids, states, acceptance = batch
         train_batch = self.target.batch(ids, states, self.dataset.layers)
         with torch.autocast(ids.device.type, torch.bfloat16):

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from typing import assert_never
 
 from foretoken.core.context import Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, PointMass, ProposalLaw, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.law import PointMass, ProposalLaw, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.streams import Purpose, Stream, Streams
 from foretoken.core.verdict import Verdict
 from foretoken.verify import block, coupled, token, tree, typical, walk

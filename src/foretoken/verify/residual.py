@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass
+from foretoken.core.draft import Draft, PointMass
 from foretoken.core.native import sampling as native
 from foretoken.verify.rows import Probs
 

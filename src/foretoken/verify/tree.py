@@ -12,8 +12,7 @@ from itertools import count
 
 from torch import Tensor
 
-from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled, WithoutReplacement
+from foretoken.core.draft import Draft, Sampled, WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, normalized, ratio

@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.files import read_json
-from foretoken.core.folders import cache_folder
+from foretoken.core.files import cache_folder, read_json
 
 __all__ = ["ZooModel", "cache_folder", "list_models", "path"]
 

@@ -13,8 +13,8 @@ from tests.models.tiny import only_runner
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.decoder import Decoder
-from foretoken.models.heads.assistant_loading import load_assistant
-from foretoken.models.heads.assistant_net import AssistantHandle, AssistantNet
+from foretoken.models.heads.assistant import AssistantHandle, AssistantNet
+from foretoken.models.heads.loading import load_assistant
 from foretoken.models.loading import load_model
 
 from .assistant_files import CHANGES, saved_assistant

@@ -14,19 +14,16 @@ from tests.models.trees import repeating
 from tests.propose.test_eagle import context, seen
 
 from foretoken.core.context import Exactness
-from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass
+from foretoken.core.draft import Draft, PointMass
 from foretoken.models.base import Model
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockNet
-from foretoken.models.heads.eagle import read_eagle
-from foretoken.models.heads.eagle_net import EagleNet
-from foretoken.models.heads.mtp_loading import load_mtp
+from foretoken.models.heads.eagle import EagleNet, read_eagle
+from foretoken.models.heads.loading import load_mtp
 from foretoken.models.heads.weights import TargetHead
 from foretoken.models.loading import load_model
-from foretoken.propose.dflash import BlockProposer, DFlashConfig
-from foretoken.propose.dspark import DSpark, DSparkConfig
+from foretoken.propose.dflash import BlockProposer, DFlashConfig, DSpark, DSparkConfig
 from foretoken.propose.eagle import Eagle, EagleConfig, ParallelEagle
 from foretoken.propose.hidden_states import HiddenStateProposer
 from foretoken.propose.mtp import Mtp, MtpConfig

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.formats.checkpoint import load_tokenizer
-from foretoken.models.heads.eagle import read_eagle
-from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.heads.eagle import EagleNet, read_eagle
 from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import PROMPTS, TOKENS

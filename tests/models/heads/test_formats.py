@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from tests.models.heads import tiny
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.models.heads.blockwise import read_blockwise, write_blockwise
 from foretoken.models.heads.dialects import EAGLE_DIALECTS, Written, write_eagle
 from foretoken.models.heads.eagle import read_eagle
-from foretoken.models.heads.medusa import read_medusa, write_medusa
+from foretoken.models.heads.medusa import read_blockwise, read_medusa, write_blockwise, write_medusa
 
 
 def _same(one: tiny.Tensors, other: tiny.Tensors) -> None:

@@ -14,8 +14,8 @@ from tests.models.trees import repeating
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.heads.loading import load_mtp
 from foretoken.models.heads.mtp import has_mtp
-from foretoken.models.heads.mtp_loading import load_mtp
 from foretoken.models.loading import load_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

@@ -16,7 +16,7 @@ from foretoken.models.families.architecture import RelativeBuckets
 from foretoken.models.loading import load_model
 from foretoken.models.runners.choose import report_fallback
 from foretoken.models.runners.native.build import kernels_available
-from foretoken.models.seq2seq.model import EncoderDecoder
+from foretoken.models.seq2seq import EncoderDecoder
 
 from .tiny import FAMILIES, build, load, save
 

@@ -11,7 +11,7 @@ from foretoken.models.base import Model
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.build import kernels_available
 from foretoken.models.runners.native.runner import NativeRunner
-from foretoken.models.seq2seq.model import EncoderDecoder
+from foretoken.models.seq2seq import EncoderDecoder
 
 T5: dict[str, Any] = {
     "vocab_size": 101,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.core.folders import cache_folder
+from foretoken.core.files import cache_folder
 
 HERE = Path(__file__).parent
 PATIENCE = 600  # seconds of an installation

@@ -1,4 +1,4 @@
-"""Provides the libraries of kernels: from the wheel, else compiled once per instruction-set level and cached on disk.
+"""Provides the libraries of kernels: from the wheel, else compiled once per instruction set and cached on disk.
 
 Its libraries are named by the content of their sources, so one that does not belong to these sources is not used.
 Without one and without a compiler, or on a processor without the instructions, ``KernelsUnavailable`` is raised and
@@ -13,23 +13,68 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
-from foretoken.core.folders import cache_folder
+from foretoken.core.files import cache_folder
 from foretoken.core.native import cpu
-from foretoken.core.native.compilation import compilation
 from foretoken.core.native.cpu import Level
 from foretoken.core.native.toolchain import Toolchain, local, local_suffix
+
+COMPILING = "compiling kernels for this processor, once"
+NOTICE = f"{COMPILING}; this takes a minute or two"
+Watcher = Callable[[int, int], None]
+"""Called with the numbers of finished files and of all files."""
+
+_log = logging.getLogger(__name__)
+
+
+class Compilation:
+    """Counts the files that this process compiles. Its first file is logged unless a watcher shows the progress."""
+
+    def __init__(self) -> None:
+        self._lock, self._finished, self._files = Lock(), 0, 0
+        self._watchers: list[Watcher] = []
+
+    def begin(self, files: int) -> None:
+        with self._lock:
+            first, self._files = self._files == 0, self._files + files
+        if first and not self._watchers:
+            _log.info(NOTICE)
+        self._report()
+
+    def finish(self) -> None:
+        with self._lock:
+            self._finished += 1
+        self._report()
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Calls ``watcher`` instead of earlier ones whenever a count changes within the ``with`` block."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+
+    def _report(self) -> None:
+        if self._watchers:
+            self._watchers[-1](self._finished, self._files)
+
+
+compilation = Compilation()
+"""The compilation of this process."""
+
 
 SHARED = Path(__file__).parent / "csrc"
 SHIPPED = Path(__file__).parents[2] / "_kernels"  # libraries of the wheel; a checkout has none
 SWITCH = "FORETOKEN_NATIVE"  # "0" disables the compiled kernels
 ANY = Level("any", (), frozenset(), ())  # of libraries that use no particular instructions
-_log = logging.getLogger(__name__)
+
 FLAGS = ("-O3", "-std=c++17", "-pthread", "-ffp-contract=off", "-fno-math-errno")
 _INCLUDED = re.compile(rb'^\s*#\s*include "([^"]+)"', re.MULTILINE)
 QUIET = "-w"  # tests compile with warnings as errors; compilers of users may know others

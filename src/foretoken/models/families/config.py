@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import parse
 from foretoken.models.families import fields
-from foretoken.models.families.expert_families import experts_of
+from foretoken.models.families.experts import experts_of
 from foretoken.models.families.family import CHUNKED, FULL, SLIDING, Family
 from foretoken.models.families.layers import WITH_ATTENTION, Layer
 from foretoken.models.families.recurrence import LINEAR

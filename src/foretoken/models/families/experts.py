@@ -1,10 +1,15 @@
-"""Mixtures of experts that a config.json describes: the routing of rows, and the experts' MLPs."""
+"""The families with experts that the runtime computes, and the experts that a config.json of theirs describes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import Positive, Schema, Size, parse
 
 MAX_EXPERTS = 1024  # of csrc/router.hpp
 
@@ -125,3 +130,297 @@ class ExpertFamily:
     defaults: Mapping[str, Any]
     experts: Experts = Experts()
     kind: str | None = None
+
+
+Count = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
+
+_SHARED = Experts(names=ExpertNames(shared="mlp.shared_expert"), shared_gate=True)
+_SIGMOID = Experts(scoring="sigmoid", divisor_eps=1e-20, correction=True)
+_BEST_TWO = replace(_SIGMOID, best_two=True)
+_GRANITE = ExpertFamily(
+    {"num_local_experts": 8, "num_experts_per_tok": 2},
+    Experts(
+        names=ExpertNames(
+            "block_sparse_moe.router.layer",
+            experts="block_sparse_moe",
+            shared="shared_mlp",
+            shared_up=("input_linear",),
+            shared_down="output_linear",
+        )
+    ),
+)
+_QWEN: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1}
+_QWEN_512 = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+# The families with experts that the runtime computes.
+EXPERT_FAMILIES: dict[str, ExpertFamily] = {
+    "qwen3_moe": ExpertFamily(
+        _QWEN | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "qwen2_moe": ExpertFamily(
+        _QWEN
+        | {
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        _SHARED,
+    ),
+    "qwen3_next": ExpertFamily(
+        _QWEN | _QWEN_512 | {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10},
+        _SHARED,
+    ),
+    "qwen3_5_moe_text": ExpertFamily(
+        _QWEN_512 | {"num_experts": 256, "num_experts_per_tok": 8},
+        _SHARED,
+    ),
+    "mixtral": ExpertFamily(
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        Experts(
+            names=ExpertNames("block_sparse_moe.gate", experts="block_sparse_moe.experts", up=("w1", "w3"), down="w2")
+        ),
+    ),
+    "olmoe": ExpertFamily({"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}),
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "granitemoehybrid": replace(_GRANITE, defaults={**_GRANITE.defaults, "shared_intermediate_size": 1024}),
+    "gpt_oss": ExpertFamily(
+        {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        Experts(names=ExpertNames("mlp.router"), biased=True, inputs_first=True),
+    ),
+    "gemma4_text": ExpertFamily({}, Experts(names=ExpertNames("router.proj", experts="experts"), beside=Beside())),
+    "glm4_moe": ExpertFamily(
+        {
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+        },
+        _BEST_TWO,
+    ),
+    # The divisor of its weights is at least moe_norm_min, 1e-12, which a sum of softmax scores does not fall below.
+    "ernie4_5_moe": ExpertFamily(
+        {
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+        },
+        Experts(names=ExpertNames(correction="mlp.moe_statics.e_score_correction_bias"), correction=True),
+    ),
+    "exaone_moe": ExpertFamily(
+        {
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1024,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+        },
+        replace(_BEST_TWO, names=ExpertNames(correction="mlp.e_score_correction_bias")),
+    ),
+    "hy_v3": ExpertFamily(
+        {
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.826,
+            "first_k_dense_replace": 1,
+        },
+        replace(_SIGMOID, names=ExpertNames("mlp.router.gate", "mlp.expert_bias", shared="mlp.shared_mlp")),
+    ),
+    "lfm2_moe": ExpertFamily(
+        {
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "use_expert_bias": True,
+        },
+        Experts(
+            names=ExpertNames(
+                "feed_forward.gate", "feed_forward.expert_bias", "feed_forward.experts", ("w1", "w3"), "w2"
+            ),
+            scoring="sigmoid",
+            divisor_eps=1e-6,
+            correction=True,
+        ),
+    ),
+    "deepseek_v2": ExpertFamily(
+        {
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1407,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "topk_method": "greedy",
+        },
+    ),
+    "deepseek_v3": ExpertFamily(
+        {
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+        },
+        _BEST_TWO,
+    ),
+    "glm4_moe_lite": ExpertFamily(
+        {
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        },
+        _BEST_TWO,
+    ),
+    "llama4_text": ExpertFamily(
+        {"num_local_experts": 16, "num_experts_per_tok": 1, "n_shared_experts": 1, "norm_topk_prob": False},
+        Experts(
+            names=ExpertNames(
+                "feed_forward.router", experts="feed_forward.experts", shared="feed_forward.shared_expert"
+            ),
+            scoring="sigmoid",
+            scaled_inputs=True,
+            inputs_first=True,
+        ),
+    ),
+    "nemotron_h": ExpertFamily(
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+        },
+        replace(
+            _BEST_TWO,
+            gated=False,
+            names=ExpertNames(
+                "mixer.gate",
+                "mixer.gate.e_score_correction_bias",
+                "mixer.experts",
+                ("up_proj",),
+                shared="mixer.shared_experts",
+                shared_up=("up_proj",),
+            ),
+        ),
+        kind="moe",
+    ),
+}
+
+
+class ExpertsConfig(Schema):
+    """The fields of a config.json that describe experts; the family decides which of them it has."""
+
+    num_experts: Count | None = None
+    num_local_experts: Count | None = None
+    n_routed_experts: Count | None = None
+    num_experts_per_tok: Count
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
+    moe_shared_expert_intermediate_size: Size | None = None
+    shared_intermediate_size: Annotated[int, Field(ge=0)] | None = None
+    n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: Positive | None = None
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    topk_method: str | None = None
+    first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
+    moe_layer_end_index: Annotated[int, Field(ge=-1)] | None = None
+    num_dense_layers: Annotated[int, Field(ge=0)] | None = None
+    use_expert_bias: bool | None = None
+    mlp_layer_types: list[str] | None = None
+    decoder_sparse_step: Annotated[int, Field(ge=0)] | None = None
+    interleave_moe_layer_step: Annotated[int, Field(ge=1)] | None = None
+    mlp_only_layers: list[int] | None = None
+    moe_layers: list[int] | None = None
+    swiglu_alpha: Positive | None = None
+    swiglu_limit: Positive | None = None
+
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names for the number of experts
+
+
+def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
+    """Returns the experts of each layer; None for a layer with a dense MLP.
+
+    Args:
+        c: the config.json of a decoder, with its family's defaults filled in.
+
+    Raises:
+        ModelLoadError: a field is missing or wrong.
+    """
+    family, layers = EXPERT_FAMILIES.get(c["model_type"]), range(c["num_hidden_layers"])
+    has_kind = [
+        family is not None and family.kind in (None, kind) for kind in c.get("layer_types") or [None] * len(layers)
+    ]
+    if family is None or _count(c) == 0 or not any(has_kind):
+        return (None,) * len(layers)  # without experts a Qwen3-Next or Granite is dense
+    filled = {**family.defaults, **{key: value for key, value in c.items() if value is not None}}
+    parsed = parse(ExpertsConfig, filled, "config.json")
+    experts = _checked(_experts(family, parsed, c))
+    return tuple(experts if has_kind[layer] and _sparse(parsed, layer) else None for layer in layers)
+
+
+def _experts(family: ExpertFamily, c: ExpertsConfig, config: Mapping[str, Any]) -> Experts:
+    inner = c.moe_intermediate_size or config["intermediate_size"]
+    grouped = "topk_method" not in family.defaults or c.topk_method != "greedy"  # only DeepSeek-V2 reads it
+    e = family.experts
+    return replace(
+        e,
+        count=_count(config) or _count(family.defaults) or 1,
+        chosen=c.num_experts_per_tok,
+        intermediate=inner,
+        normalized=c.norm_topk_prob is not False,
+        scale=c.routed_scaling_factor or 1.0,
+        correction=e.correction and c.use_expert_bias is not False,
+        groups=c.n_group or 1 if grouped else 1,
+        chosen_groups=c.topk_group or 1 if grouped else 1,
+        shared=c.shared_expert_intermediate_size
+        or c.moe_shared_expert_intermediate_size
+        or c.shared_intermediate_size
+        or inner * (c.n_shared_experts or 0),
+        clamp=c.swiglu_limit or 0.0,
+        slope=c.swiglu_alpha or 1.0,
+    )
+
+
+def _count(c: Mapping[str, Any]) -> int | None:
+    """Returns the number of experts, by any of its names; None if no field has it."""
+    return next((c[name] for name in _COUNTS if c.get(name) is not None), None)
+
+
+def _sparse(c: ExpertsConfig, layer: int) -> bool:
+    if c.mlp_layer_types is not None:
+        return c.mlp_layer_types[layer : layer + 1] == ["sparse"]
+    if layer < (c.first_k_dense_replace or c.num_dense_layers or 0) or layer in (c.mlp_only_layers or ()):
+        return False
+    if c.moe_layer_end_index not in (None, -1) and layer > c.moe_layer_end_index:
+        return False
+    if c.moe_layers is not None:
+        return layer in c.moe_layers
+    step = c.interleave_moe_layer_step or c.decoder_sparse_step
+    return step is None or (step > 0 and (layer + 1) % step == 0)
+
+
+def _checked(e: Experts) -> Experts:
+    """Returns the experts. Raises ModelLoadError if their numbers do not fit together."""
+    if e.chosen > e.count:
+        raise ModelLoadError(f"config.json has num_experts_per_tok = {e.chosen}, more than its {e.count} experts")
+    if e.count % e.groups or e.chosen_groups > e.groups or e.count // e.groups * e.chosen_groups < e.chosen:
+        raise ModelLoadError(
+            f"config.json has n_group = {e.groups} and topk_group = {e.chosen_groups}, from which {e.chosen} of "
+            f"{e.count} experts cannot be chosen"
+        )
+    return e

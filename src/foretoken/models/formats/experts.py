@@ -15,8 +15,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.experts import Experts
-from foretoken.models.formats.grouped import Grouped
-from foretoken.models.formats.quantize import Matrix
+from foretoken.models.formats.quantize import Grouped, Matrix
 from foretoken.models.formats.reader import TensorReader, as_one_kind
 from foretoken.models.formats.weights import ExpertWeights, LinearWeights, MatrixStack, NormWeight
 

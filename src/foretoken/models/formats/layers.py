@@ -14,11 +14,10 @@ from foretoken.models.families.experts import Beside
 from foretoken.models.families.family import group_order
 from foretoken.models.families.layers import Layer, LayerInputs, RecurrentMixer
 from foretoken.models.formats.experts import read_experts
-from foretoken.models.formats.latent import read_latent
 from foretoken.models.formats.memory import give_back, reuse_freed
+from foretoken.models.formats.mixers import read_convolution, read_delta, read_latent, read_mamba, slices
 from foretoken.models.formats.quantize import Matrix, Quantizer, floats
 from foretoken.models.formats.reader import TensorReader, located, rows_of
-from foretoken.models.formats.recurrent import read_convolution, read_delta, read_mamba, slices
 from foretoken.models.formats.weight_files import converted
 from foretoken.models.formats.weights import (
     BesideWeights,

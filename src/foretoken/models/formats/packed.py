@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
-from foretoken.models.formats.grouped import MXFP4, Grouped, GroupLayout, Groups, half_powers, strips
+from foretoken.models.formats.quantize import MXFP4, Grouped, GroupLayout, Groups, half_powers, strips
 from foretoken.models.formats.weight_files import StoredTensors
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the four bits of a word that hold output 8 * word + i

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.family import TensorNames
-from foretoken.models.formats.grouped import Grouped, GroupedWeights
 from foretoken.models.formats.prequantized import read_int8
-from foretoken.models.formats.quantize import Int8, Matrix, Quantizer, floats
+from foretoken.models.formats.quantize import Grouped, GroupedWeights, Int8, Matrix, Quantizer, floats
 from foretoken.models.formats.weight_files import converted
 from foretoken.models.formats.weights import LinearWeights
 

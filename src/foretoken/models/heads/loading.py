@@ -1,4 +1,4 @@
-"""Loads EAGLE heads and block drafters: checks that they fit the target, and measures the meaning of their taps."""
+"""Loads heads for a target: finds them, checks that they fit, and measures which hidden states they read."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import ModelLoadError
+from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
-from foretoken.models.formats.grouped import GroupedWeights
+from foretoken.models.formats.checkpoint import resolve
 from foretoken.models.formats.memory import give_back
-from foretoken.models.formats.quantize import DEFAULT_GROUP, Quantizer
+from foretoken.models.formats.quantize import DEFAULT_GROUP, GroupedWeights, Quantizer
+from foretoken.models.heads.assistant import AssistantNet, read_assistant
 from foretoken.models.heads.block import BlockHead, read_block
 from foretoken.models.heads.block_net import BlockNet
-from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
-from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.heads.eagle import EagleHead, EagleNet, default_taps, read_eagle
 from foretoken.models.heads.files import ends_of, find_head
-from foretoken.models.heads.taps import TapConvention, measure_taps
+from foretoken.models.heads.mtp import check_mtp_fits, has_mtp, hidden_states_of, read_mtp, target_embedding
+from foretoken.models.heads.mtp_net import MtpNet, MtpStack
+from foretoken.models.heads.taps import MtpStates, TapConvention, measure_states, measure_taps
 from foretoken.models.heads.weights import TargetHead
 from foretoken.models.runners.native.build import kind_bits
 from foretoken.models.runners.native.runner import NativeRunner
@@ -178,3 +180,101 @@ def _embedding(what: str, head: EagleHead | BlockHead, folder: Path, target: Pat
             f"of {head.vocab} x {head.hidden}"
         )
     return shared.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMtp:
+    """MTP layers that are ready to draft.
+
+    Attributes:
+        net: the network.
+        taps: the tapped layer of the target.
+        states: the hidden states that are read.
+    """
+
+    net: MtpNet | MtpStack
+    taps: tuple[int, ...]
+    states: MtpStates
+
+
+def find_mtp(model: str | Path | None, target: Path | None) -> Path:
+    """Returns the folder of the MTP layers to use: ``model``, or the target's.
+
+    Raises:
+        InvalidRequest: ``model`` is None, and the target has none.
+        ModelLoadError: ``model`` is not found.
+    """
+    if model is not None:
+        return resolve(model)
+    if target is not None and has_mtp(target):
+        return target
+    return find_head("mtp", None, target)
+
+
+def load_mtp(
+    target: Model,
+    tokenizer: Any,
+    model: str | Path | None,
+    path: Path | None,
+    normed: bool | None = None,
+    chained_normed: bool | None = None,
+    window: int | None = None,
+) -> LoadedMtp:
+    """Loads MTP layers and checks them against the target.
+
+    Args:
+        tokenizer: the target's tokenizer, or None.
+        model: folder or hub id of the layers; None for those in the target's checkpoint or beside it.
+        normed: whether they read the target's hidden state after the final norm; None to measure it.
+        chained_normed: whether they read their own output after the last norm; None to measure it.
+        window: see ``load_eagle``.
+
+    Raises:
+        InvalidRequest: ``model`` is None, and the target has no MTP layers.
+        ModelLoadError: the layers are damaged, or were made for another target.
+    """
+    folder = find_mtp(model, path)
+    check_mtp_fits(folder, target.dtype, target.device)
+    layers = read_mtp(folder, target.dtype, head_quantizer(target))
+    check_width("MTP layer", folder, layers[0].architecture.hidden, target)
+    if path is None:
+        raise ModelLoadError("MTP layers share the target's embedding, which is read from its folder; name it")
+    embedding = target_embedding(path, target.dtype)
+    check_vocabulary("embedding", path, embedding.shape[0], target)
+    nets = [
+        MtpNet(layer, embedding, TargetHead(target), target.dtype, target.device, target.max_length, window=window)
+        for layer in layers
+    ]
+    net = nets[0] if len(nets) == 1 else MtpStack(nets)
+    stated = hidden_states_of(folder)
+    normed = stated.get("normed") if normed is None else normed
+    chained_normed = stated.get("chained_normed") if chained_normed is None else chained_normed
+    states = measure_states(net, target, tokenizer, normed, chained_normed)
+    _log.info("%s: %s", folder, states)
+    net.normed = states.chained_normed
+    return LoadedMtp(net, (target.num_layers + (not states.normed),), states)
+
+
+def load_assistant(target: Model, model: str | Path | None, path: Path | None) -> AssistantNet:
+    """Loads an assistant and checks it against the target.
+
+    Args:
+        model: folder or hub id of the assistant; None for the target's.
+        path: the target's folder, whose embedding the assistant shares.
+
+    Raises:
+        InvalidRequest: there is no assistant, or the target does not share its keys and values.
+        ModelLoadError: it is damaged, or was made for another target.
+    """
+    folder = find_head("assistant", model, path)
+    if not isinstance(target, Decoder) or target.takes_source or path is None:
+        raise InvalidRequest(
+            "an assistant shares the embedding and the KV cache of a target on our own runtime, which does not compute "
+            "this target; use another method"
+        )
+    head = read_assistant(folder, target.dtype)
+    check_width("assistant", folder, head.target_hidden, target)
+    check_vocabulary("assistant", folder, head.architecture.vocab, target)
+    embedding = target_embedding(path, target.dtype)
+    check_vocabulary("embedding", path, embedding.shape[0], target)
+    return AssistantNet(head, embedding, target)

@@ -1,7 +1,8 @@
-"""Medusa checkpoints (2401.10774), by the names of the original and of vLLM.
+"""Medusa (2401.10774) and blockwise heads (1811.03115): several tokens are predicted from one hidden state.
 
-Head i: x <- x + SiLU(W x + b) once or more, then a vocabulary head: its own, one that all heads share, or the target's.
-It predicts the token i + 2 positions after x's row; the target's head predicts the next one.
+Medusa checkpoints have the names of the original or of vLLM. Head i: x <- x + SiLU(W x + b) once or more, then a
+vocabulary head: its own, one that all heads share, or the target's. It predicts the token i + 2 positions after x's
+row; the target's head predicts the next one. Blockwise heads add down(relu(up x)) to x, before the target's head.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.core.devices import on_host
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import Schema, parse
 from foretoken.models.heads.dialects import Written
 from foretoken.models.heads.files import MAX_HEADS, check_shapes, check_vocabulary_head, number, open_head
+from foretoken.models.heads.weights import HeadProduct
 
 MEDUSA_DIALECTS = ("medusa", "vllm")
 _ORIGINAL = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
@@ -184,3 +188,132 @@ def _vocabulary(tensors: Mapping[str, Tensor], heads: int, shared: bool) -> list
     if "lm_head.weight" in tensors:
         return ["lm_head.weight"]
     return [f"lm_heads.{i}.weight" for i in range(heads)]
+
+
+MODEL_TYPE = "foretoken_blockwise"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feedforward:
+    """One head: up [I, H] with bias [I], down [H, I] with bias [H]."""
+
+    up: Tensor
+    up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockwiseHeads:
+    """The heads of one checkpoint."""
+
+    hidden: int
+    heads: tuple[Feedforward, ...]
+
+    @property
+    def depth(self) -> int:
+        return len(self.heads)
+
+
+def read_blockwise(path: Path) -> BlockwiseHeads:
+    """Reads the checkpoint in ``path``. Raises ModelLoadError if it is incomplete or inconsistent."""
+    config, weights = open_head(path)
+    if config.get("model_type") != MODEL_TYPE:
+        raise ModelLoadError(f"{path} has model_type {config.get('model_type')!r}; blockwise heads have {MODEL_TYPE!r}")
+    hidden, inner = number(config, path, "hidden_size"), number(config, path, "intermediate_size")
+    count = number(config, path, "num_heads", high=MAX_HEADS)
+    parts = {"up.weight": (inner, hidden), "up.bias": (inner,), "down.weight": (hidden, inner), "down.bias": (hidden,)}
+    check_shapes(path, weights, {f"heads.{i}.{part}": shape for i in range(count) for part, shape in parts.items()})
+    return BlockwiseHeads(
+        hidden, tuple(Feedforward(*(weights[f"heads.{i}.{part}"] for part in parts)) for i in range(count))
+    )
+
+
+def write_blockwise(heads: BlockwiseHeads) -> Written:
+    """Returns config.json and tensors of a checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    for i, head in enumerate(heads.heads):
+        tensors |= {
+            f"heads.{i}.up.weight": head.up,
+            f"heads.{i}.up.bias": head.up_bias,
+            f"heads.{i}.down.weight": head.down,
+            f"heads.{i}.down.bias": head.down_bias,
+        }
+    inner = heads.heads[0].up.shape[0]
+    sizes = {"hidden_size": heads.hidden, "intermediate_size": inner, "num_heads": heads.depth}
+    return {"model_type": MODEL_TYPE, **sizes}, tensors
+
+
+Unembed = Callable[[Tensor], Tensor]
+"""The target's vocabulary head: normed states [rows, H] -> float32 [rows, V]."""
+
+
+class ParallelNet(Protocol):
+    """Predicts the tokens at the next ``depth`` positions."""
+
+    depth: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns logits [rows, depth, V]; -inf for tokens outside a head's vocabulary.
+
+        Args:
+            x: the target's normed last states [rows, H].
+        """
+
+
+class MedusaNet:
+    """x <- x + SiLU(W x + b) for each head, then its vocabulary head (2401.10774).
+
+    The first layers of all heads are one product.
+    """
+
+    def __init__(self, heads: MedusaHeads, dtype: torch.dtype, device: torch.device, unembed: Unembed) -> None:
+        self.depth, self._heads, self._dtype, self._device = heads.depth, heads, dtype, device
+        first = [block[0] for block in heads.blocks]
+        biases = [b if b is not None else w.new_zeros(heads.hidden) for w, b in first]
+        self._first = HeadProduct(torch.cat([w for w, _ in first]), torch.cat(biases), device, dtype)
+        self._later = [[HeadProduct(w, b, device, dtype) for w, b in block[1:]] for block in heads.blocks]
+        self._own = [HeadProduct(matrix, None, device, dtype) for matrix in heads.vocabulary]
+        self._unembed = unembed
+        self._tokens = heads.tokens
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.to(self._device, self._dtype)
+        states = rows[:, None] + F.silu(self._first(rows).view(len(rows), self.depth, -1))
+        for i, layers in enumerate(self._later):
+            for layer in layers:
+                states[:, i] += F.silu(layer(states[:, i].contiguous()))
+        if len(self._own) == self.depth:
+            logits = torch.stack([m(states[:, i].contiguous()) for i, m in enumerate(self._own)], dim=1)
+        else:
+            shared = self._unembed if not self._own else lambda flat: self._own[0](flat)
+            logits = shared(states.flatten(0, 1).contiguous()).view(len(rows), self.depth, -1)
+        return self._spread(on_host(logits.float()))
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        if self._tokens is None:
+            return logits
+        spread = logits.new_full((*logits.shape[:2], self._heads.vocab), -torch.inf)
+        spread[..., self._tokens] = logits
+        return spread
+
+
+class BlockwiseNet:
+    """x + down(relu(up x)) for each head, then the target's vocabulary head (1811.03115).
+
+    The up-projections of all heads are one product.
+    """
+
+    def __init__(self, heads: BlockwiseHeads, dtype: torch.dtype, device: torch.device, unembed: Unembed) -> None:
+        self.depth, self._dtype, self._device, self._unembed = heads.depth, dtype, device, unembed
+        up, bias = torch.cat([head.up for head in heads.heads]), torch.cat([head.up_bias for head in heads.heads])
+        self._up = HeadProduct(up, bias, device, dtype)
+        self._down = [HeadProduct(head.down, head.down_bias, device, dtype) for head in heads.heads]
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.to(self._device, self._dtype)
+        inner = F.relu(self._up(rows)).view(len(rows), self.depth, -1)
+        added = torch.stack([down(inner[:, i].contiguous()) for i, down in enumerate(self._down)], dim=1)
+        return self._unembed((rows[:, None] + added).flatten(0, 1)).view(len(rows), self.depth, -1)

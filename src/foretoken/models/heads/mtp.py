@@ -169,8 +169,8 @@ def hidden_states_of(path: Path) -> dict[str, bool]:
     return dict(value)
 
 
-def mtp_embedding(path: Path, dtype: torch.dtype) -> Tensor:
-    """Returns the embedding of a target [V, H], which MTP layers share.
+def target_embedding(path: Path, dtype: torch.dtype) -> Tensor:
+    """Returns the embedding of a target [V, H], which heads share.
 
     Raises ModelLoadError if the checkpoint has none.
     """

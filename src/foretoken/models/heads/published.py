@@ -21,8 +21,24 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.files import read_json
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.gguf import is_gguf
-from foretoken.models.heads.kinds import MTP, shipped_methods
+from foretoken.models.heads.mtp import has_mtp
+from foretoken.models.heads.published import MTP, shipped_methods
 from foretoken.zoo import PublishedDrafter, drafters, drafters_of, name_key
+from foretoken.zoo.drafters import PublishedDrafter, drafters, drafters_of, name_key
+
+MTP = "mtp"
+SHIPPED = ("dspark", "eagle3", MTP, "jetspec", "dflash", "medusa", "blockwise")
+"""Heads that a target's folder may contain, by falling acceptance."""
+
+
+def shipped_methods(target: Path) -> list[str]:
+    """Returns the methods of the drafting heads in a target's folder: its MTP layers, then other heads."""
+    try:
+        layers = [MTP] if has_mtp(target) else []
+    except ModelLoadError:  # weights that only transformers' modules can read
+        layers = []
+    return layers + [role for role in SHIPPED if (target / HEADS_FOLDER / role / "config.json").is_file()]
+
 
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?['\"]?([^\s'\"]+)", re.MULTILINE)
 _CARD_CHARS = 4096  # of README.md, which begins with its metadata

@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from foretoken.models.decoder import RunnerModel
-from foretoken.models.hf.modules import check_supported, read_module
-from foretoken.models.hf.probe import check
+from foretoken.models.hf.probe import check, check_supported, read_module
 from foretoken.models.hf.runner import HFRunner
 from foretoken.models.hf.tiny_random import boundaries
 

@@ -16,8 +16,7 @@ from foretoken.models.runners.base import Runner
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.runner import NativeRunner
-from foretoken.models.runners.native.support import refuse_int8_latents
-from foretoken.models.runners.native.weight_format import packs
+from foretoken.models.runners.native.support import packs, refuse_int8_latents
 from foretoken.models.runners.torch_runner import TorchRunner
 from foretoken.models.runners.triton_kernels import has_kernels
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.formats.grouped import Grouped
-from foretoken.models.formats.quantize import Int8, Matrix, quantize_rows
+from foretoken.models.formats.quantize import Grouped, Int8, Matrix, quantize_rows
 from foretoken.models.runners.triton_kernels import has_kernels, kernels
 
 # With AMX, oneDNN uses another bf16 kernel from 33 rows on, which sums in another order (measured).

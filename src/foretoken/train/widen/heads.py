@@ -24,10 +24,17 @@ from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
 from foretoken.models.formats.shards import ShardReader, weights_sha256
 from foretoken.models.heads.block import BlockHead, read_block
-from foretoken.models.heads.blockwise import BlockwiseHeads, Feedforward, read_blockwise, write_blockwise
 from foretoken.models.heads.dialects import Written, write_block, write_eagle
 from foretoken.models.heads.eagle import MASK, EagleHead, default_taps, read_eagle
-from foretoken.models.heads.medusa import MedusaHeads, read_medusa, write_medusa
+from foretoken.models.heads.medusa import (
+    BlockwiseHeads,
+    Feedforward,
+    MedusaHeads,
+    read_blockwise,
+    read_medusa,
+    write_blockwise,
+    write_medusa,
+)
 from foretoken.train.widen.units import rotation
 
 

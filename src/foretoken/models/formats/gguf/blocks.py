@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.models.formats.grouped import MXFP4, GroupLayout, Groups, TwoLevels, half_powers
+from foretoken.models.formats.quantize import MXFP4, GroupLayout, Groups, TwoLevels, half_powers
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes]
 Floats = NDArray[np.float32]

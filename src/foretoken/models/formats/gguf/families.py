@@ -1,7 +1,7 @@
 """The architectures of GGUF files that the runtime computes, one row each.
 
 A row names the family, the functions for fields of config.json that only some architectures have, and changes of
-llama.cpp's converter that do not follow from the family (``changes.py``).
+llama.cpp's converter that do not follow from the family (``weights.py``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
 from foretoken.models.families.table import FAMILIES as DECODERS
 from foretoken.models.formats.gguf import fields
-from foretoken.models.formats.gguf.fields import Fields
+from foretoken.models.formats.gguf.fields import Fields, positions
 from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.metadata import Metadata
-from foretoken.models.formats.gguf.positions import positions
 
 _NEEDS_OTHER = {  # keys that change the computation: a file with one is refused unless its row reads it
     "expert_count",
@@ -54,7 +53,7 @@ class GGUFFamily:
         model_type: its name in config.json.
         reads: functions for the fields of config.json that only some architectures have; later ones go first.
         interleaved: whether the rows of queries and keys are stored in pairs (x[i], x[i + head_dim / 2]).
-        tiled: whether heads of values of recurrent layers are stored in another order (``changes.py``).
+        tiled: whether heads of values of recurrent layers are stored in another order (``weights.py``).
         renamed: names of a layer's tensors in the checkpoint that do not follow from the family
             (``tensor_names.py``), by their names in the file.
     """

@@ -10,8 +10,7 @@ from typing import Any
 from gguf import GGUFWriter, TokenType
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS
-from foretoken.models.formats.gguf.tokenizer import ENDS, splits
+from foretoken.models.formats.gguf.tokenizer import ENDS, PRE_TOKENIZERS, splits
 from foretoken.models.formats.tokenizer import SPACE
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")

@@ -1,16 +1,168 @@
-"""The file of an adapter's matrices."""
+"""The files of an adapter: its settings in adapter_config.json, and its matrices."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import Schema, parse, read_object, shortened
 from foretoken.models.formats.weight_files import PICKLES, check_finite
+
+SETTINGS = "adapter_config.json"
+MAX_RANK = 8192
+
+Rank = Annotated[int, Field(ge=1, le=MAX_RANK)]
+
+# Unsupported features by the fields that request them.
+_REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules that were trained whole (modules_to_save)",
+    "lora_bias": "biases of its matrices (lora_bias)",
+    "trainable_token_indices": "trained token embeddings (trainable_token_indices)",
+    "layer_replication": "replicated layers (layer_replication)",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA (use_bdlora)",
+    "arrow_config": "Arrow's router (arrow_config)",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+}
+# Initializations that also change the model's own weights.
+_CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
+
+
+class LoraSettings(Schema):
+    """The fields of adapter_config.json that define an adapter's computation.
+
+    Attributes:
+        r: rank.
+        lora_alpha: the product is scaled by alpha / rank, or by alpha / sqrt(rank) with ``use_rslora``.
+        target_modules: names of the modules, their last parts, or one regular expression; None if it is missing.
+        exclude_modules: likewise, modules without an adapter.
+        layers_to_transform: numbers of the layers, if ``target_modules`` is a list.
+        layers_pattern: the part of a name that precedes the layer's number.
+        rank_pattern: ranks by regular expression of the end of a name.
+        alpha_pattern: alphas, likewise.
+        target_parameters: names of parameters, or their last parts, such as the stacked matrices of experts.
+        peft_version: version of the library that wrote the adapter; None before 0.18.
+    """
+
+    peft_type: str | None = None
+    r: Rank = 8
+    lora_alpha: float = 8.0
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    rank_pattern: dict[str, Rank] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool = False
+    target_parameters: list[str] | None = None
+    peft_version: str | None = None
+    bias: str = "none"
+    init_lora_weights: bool | str | None = True
+
+    def rank(self, module: str) -> int:
+        return _of_pattern(self.rank_pattern or {}, module, self.r)
+
+    def scale(self, module: str) -> float:
+        rank, alpha = self.rank(module), _of_pattern(self.alpha_pattern or {}, module, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets(self, modules: Iterable[str]) -> set[str]:
+        """Returns the modules that have an adapter, by PEFT's rules."""
+        return {module for module in modules if self._is_target(module)}
+
+    def names_parameter(self, parameter: str) -> bool:
+        return _named(self.target_parameters or [], parameter)
+
+    @property
+    def outputs_first(self) -> bool:
+        """Whether PEFT treated stacks of matrices as [experts, out, in]: from 0.19 on."""
+        version = re.match(r"(\d+)\.(\d+)", self.peft_version or "")
+        return version is not None and (int(version[1]), int(version[2])) >= (0, 19)
+
+    def _is_target(self, module: str) -> bool:
+        targets = self.target_modules
+        if targets is None or (self.exclude_modules and _named(self.exclude_modules, module)):
+            return False
+        if isinstance(targets, str):
+            return targets.lower() == "all-linear" or _named(targets, module)
+        if module in targets:
+            return True
+        return _named(targets, module) and self._is_layer(module)
+
+    def _is_layer(self, module: str) -> bool:
+        layers = self.layers_to_transform
+        if layers is None or layers == []:
+            return True
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        for pattern in patterns or ["[^.]*"]:
+            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
+                return int(match[match.re.groups]) in ([layers] if isinstance(layers, int) else layers)
+        return False
+
+
+def read_settings(folder: Path) -> LoraSettings:
+    """Reads the settings of an adapter.
+
+    Raises ModelLoadError if the file is missing or malformed, or the adapter is of a kind that is not supported.
+    """
+    file = folder / SETTINGS
+    content = read_object(file, hint="the folder of a PEFT adapter has one")
+    settings = parse(LoraSettings, content, str(file))
+    if reason := _refused(settings, content):
+        raise ModelLoadError(f"{file} asks for {reason}, which is not supported; merge it into the model with PEFT")
+    _check_patterns(settings, file)
+    return settings
+
+
+def _refused(settings: LoraSettings, content: Mapping[str, Any]) -> str | None:
+    """Returns the first unsupported setting; None if all are supported."""
+    if settings.peft_type != "LORA":
+        return f"an adapter of the type {shortened(settings.peft_type)}, not 'LORA'"
+    if settings.bias != "none":
+        return f"trained biases (bias={shortened(settings.bias)})"
+    for name, what in _REFUSED.items():
+        if content.get(name):
+            return what
+    start = settings.init_lora_weights
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_MODEL):
+        return f"weights of the model that init_lora_weights={start!r} has changed"
+    return None
+
+
+def _check_patterns(settings: LoraSettings, file: Path) -> None:
+    """Raises ModelLoadError for a pattern that is no regular expression."""
+    layers = settings.layers_pattern
+    parts = [layers] if isinstance(layers, str) else [*(layers or [])]
+    parts += [*(settings.rank_pattern or {}), *(settings.alpha_pattern or {})]
+    wholes = [text for text in (settings.target_modules, settings.exclude_modules) if isinstance(text, str)]
+    for text, expression in [(text, f"({text})") for text in parts] + [(text, text) for text in wholes]:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ModelLoadError(f"{file} has {text!r}, which is no regular expression ({error})") from None
+
+
+def _named(names: list[str] | str, module: str) -> bool:
+    """Returns whether a regular expression, or one of several names or last parts of names, matches a module."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Returns the value of the first pattern that matches the end of a module's name."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
 
 TENSORS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")

@@ -16,8 +16,8 @@ from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import Layer, LayerInputs, RecurrentMixer
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.layers import in_runtime_order
+from foretoken.models.formats.mixers import convolution_ranges, delta_ranges, gate_ranges, mamba_ranges, slices
 from foretoken.models.formats.quantize import Matrix
-from foretoken.models.formats.recurrent import convolution_ranges, delta_ranges, gate_ranges, mamba_ranges, slices
 
 Attention = Literal["qkv", "query_up", "out"]
 Mlp = Literal["up", "down", "router", "shared_gate", "shared_up", "shared_down"]

@@ -23,7 +23,7 @@ from foretoken.models.runners.native.bindings import (
     SamplerSpec,
     TreeSpec,
 )
-from foretoken.models.runners.native.memory import padded
+from foretoken.models.runners.native.packing import padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.replay import ReplayPlan
 

@@ -27,7 +27,7 @@ import torch
 
 from foretoken.core.checks import parse_size
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.folders import cache_folder
+from foretoken.core.files import cache_folder
 from foretoken.core.native import build, cpu
 from foretoken.models.runners.native.weight_image import DamagedImage, OpenImage, WeightImage, open_image
 

@@ -17,8 +17,7 @@ from foretoken.models.families.family import HeadNorms
 from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import Layer, Mlp, RecurrentMixer
 from foretoken.models.families.recurrence import Recurrence
-from foretoken.models.formats.grouped import Grouped
-from foretoken.models.formats.quantize import floats
+from foretoken.models.formats.quantize import Grouped, floats
 from foretoken.models.formats.weights import (
     BesideWeights,
     CrossAttentionWeights,
@@ -52,8 +51,7 @@ from foretoken.models.runners.native.bindings import (
     RouterSpec,
     StateSpec,
 )
-from foretoken.models.runners.native.memory import Arena, padded
-from foretoken.models.runners.native.packing import KINDS, WeightPacker
+from foretoken.models.runners.native.packing import KINDS, Arena, WeightPacker, padded
 
 _Spec = TypeVar("_Spec", bound=Structure)
 _Mlp = DenseMlpWeights[LinearWeights]

@@ -27,8 +27,7 @@ from foretoken.models.runners.native.bindings import (
     Matrix,
 )
 from foretoken.models.runners.native.build import packing_library
-from foretoken.models.runners.native.memory import Arena, SmallMatrices
-from foretoken.models.runners.native.packing import halves, pack
+from foretoken.models.runners.native.packing import Arena, SmallMatrices, halves, pack
 
 
 class PackedAdapter:

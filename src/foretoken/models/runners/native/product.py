@@ -12,8 +12,7 @@ from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.runners.native.bindings import UNIT, BatchSpec, DecoderFunctions, ModelSpec, Workspace
 from foretoken.models.runners.native.build import library, packing_library
-from foretoken.models.runners.native.memory import Arena, padded
-from foretoken.models.runners.native.packing import KINDS, WeightPacker
+from foretoken.models.runners.native.packing import KINDS, Arena, WeightPacker, padded
 
 
 def multiplied(functions: DecoderFunctions, spec: ModelSpec, workspace: Workspace, threads: int, x: Tensor) -> Tensor:

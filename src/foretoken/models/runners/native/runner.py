@@ -36,7 +36,7 @@ from foretoken.models.runners.native.build import Kind, library, packing_library
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.describe import MLPS, Description
 from foretoken.models.runners.native.lora import PackedAdapter
-from foretoken.models.runners.native.memory import Arena, padded
+from foretoken.models.runners.native.packing import Arena, padded
 from foretoken.models.runners.native.product import multiplied
 from foretoken.models.runners.native.support import cache_kind, check_supported, new_pages, token_bytes
 from foretoken.models.runners.native.weight_image import WeightImage
