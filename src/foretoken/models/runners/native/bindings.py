@@ -1,13 +1,16 @@
-"""The ctypes mirrors of csrc/specs.hpp and csrc/product.hpp, field by field, and the signatures of the kernels."""
+"""The structures that the kernels take, with the fields that their headers declare, and the kernels' signatures."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
 
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.core.native.status import check_layout, declare
@@ -17,200 +20,125 @@ UNIT = 32  # outputs of one unit of work; every width is padded to it
 TILE_STEPS = 16
 LORA_PARTS = 3  # matrices of the second half of a low-rank product
 MAX_HEAD, MAX_LATENT = 512, 1024  # as in csrc/specs.hpp
+_SOURCES = Path(__file__).parent / "csrc"
+_HEADERS = ("product.hpp", "packed.hpp", "router.hpp", "specs.hpp", "trees.hpp", "chains.hpp")
+_SCALARS: dict[str, Any] = {"int32_t": c_int32, "int64_t": c_int64, "uint8_t": c_uint8, "float": c_float}
+_COUNTS = {"16": 16, "LORA_PARTS": LORA_PARTS}  # lengths of arrays
+# Pointers to structures that Python reads or sets as objects; all others are addresses.
+_TYPED = ("layers", "ropes", "absorb", "expand", "expert_up", "expert_down", "replay", "model")
+_structures: dict[str, Any] = {}
+_Spec = TypeVar("_Spec", bound=Structure)
 
 
+@cache
+def _declarations() -> str:
+    """Returns the headers without comments."""
+    return re.sub(r"//.*", "", "\n".join((_SOURCES / name).read_text(encoding="utf-8") for name in _HEADERS))
+
+
+def mirrored(structure: type[_Spec]) -> type[_Spec]:
+    """Sets the fields of a structure to those of the C++ structure of the same name. ``check_layout`` compares them."""
+    body = re.search(rf"struct {structure.__name__} {{(.*?)^}};", _declarations(), re.DOTALL | re.MULTILINE)
+    assert body is not None, structure
+    fields: list[tuple[str, Any]] = []
+    for statement in body[1].split(";"):
+        words = statement.strip().removeprefix("const ")
+        if not words or re.search("[(){}]", words):  # functions
+            continue
+        kind, declared = re.split(r"(?<=\w)(?=\W)", words, maxsplit=1)
+        fields += (_field(kind, declarator) for declarator in declared.split(","))
+    structure._fields_ = fields
+    _structures[structure.__name__] = structure
+    return structure
+
+
+def _field(kind: str, declarator: str) -> tuple[str, Any]:
+    """Returns name and type of a field. Types that are no scalars or structures are those of functions."""
+    name, _, count = re.sub(r"[*\s]|\bconst\b", "", declarator).partition("[")
+    value = _SCALARS.get(kind) or _structures.get(kind, c_void_p)
+    if "*" in declarator:
+        value = POINTER(value) if name in _TYPED and declarator.count("*") == 1 else c_void_p
+    return name, value * _COUNTS[count.removesuffix("]")] if count else value
+
+
+@mirrored
 class Matrix(Structure):
     """A packed matrix: blocks of sixteen outputs with ``steps`` vectors each, or records (csrc/grouped.hpp)."""
 
-    _fields_ = [
-        ("data", c_void_p),
-        ("scales", c_void_p),
-        ("bias", c_void_p),
-        ("sums", c_void_p),
-        ("units", c_int64),
-        ("steps", c_int64),
-        *((name, c_int32) for name in ("kind", "group", "record_bytes", "record_groups", "zero")),
-        ("levels", c_uint8 * 16),
-        ("upper", c_void_p),
-    ]
 
-
+@mirrored
 class UpperBytes(Structure):
     """The tables of a matrix stored in 12 bits (csrc/packed.hpp)."""
 
-    _fields_ = [(name, c_void_p) for name in ("bytes", "from_unit", "pairs", "words")]
 
-
+@mirrored
 class NormSpec(Structure):
     """The weights of a norm; null for no norm."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
 
-
+@mirrored
 class AttentionSpec(Structure):
     """The weights of a layer's attention."""
 
-    _fields_ = [
-        *((name, Matrix) for name in ("qkv", "out", "query_up", "absorb", "expand")),
-        ("q_norm", NormSpec),
-        ("k_norm", NormSpec),
-        ("v_norm", NormSpec),
-        ("sinks", c_void_p),
-        ("relative", c_void_p),
-        *((name, c_int32) for name in ("kv_heads", "head_dim", "norm_stride", "window", "rope")),
-        *((name, c_int32) for name in ("cache_at", "scales_at", "shares", "grows", "ordered")),
-    ]
 
-
+@mirrored
 class CrossSpec(Structure):
     """The weights of attention over an encoder's states."""
 
-    _fields_ = [
-        ("norm", NormSpec),
-        ("after", NormSpec),
-        ("attention", AttentionSpec),
-        ("keys_values", Matrix),
-    ]
 
-
+@mirrored
 class RecurrentSpec(Structure):
     """The weights of a recurrent mixer."""
 
-    _fields_ = [
-        *((name, Matrix) for name in ("into", "gates", "out")),
-        *((name, c_void_p) for name in ("conv", "conv_bias", "decay", "step_bias", "norm", "skip")),
-        ("state_layer", c_int32),
-    ]
 
-
+@mirrored
 class MlpSpec(Structure):
     """The weights of a dense MLP."""
 
-    _fields_ = [("up", Matrix), ("down", Matrix), ("inner", c_int32), ("gated", c_int32)]
 
-
+@mirrored
 class LayerInputSpec(Structure):
     """The weights for one layer's input (csrc/layer_inputs.hpp); without matrices for none."""
 
-    _fields_ = [("gate", Matrix), ("up", Matrix), ("norm", NormSpec)]
 
-
+@mirrored
 class RouterSpec(Structure):
     """The router of a layer of experts (csrc/router.hpp)."""
 
-    _fields_ = [
-        ("weights", Matrix),
-        ("correction", c_void_p),
-        *((name, c_int32) for name in ("experts", "chosen", "scoring", "normalized")),
-        *((name, c_int32) for name in ("groups", "chosen_groups", "group_score")),
-        *((name, c_float) for name in ("scale", "divisor_eps")),
-    ]
 
-
+@mirrored
 class ExpertsSpec(Structure):
     """The weights of a layer of experts."""
 
-    _fields_ = [
-        ("router", RouterSpec),
-        *((name, Matrix) for name in ("up", "down", "shared_up", "shared_down")),
-        ("shared_gate", c_void_p),
-        ("router_norm", NormSpec),
-        ("expert_scales", c_void_p),
-        *((name, c_int32) for name in ("gated", "scaled_inputs", "inner", "shared_inner")),
-        ("limit", c_float),
-        ("slope", c_float),
-    ]
 
-
+@mirrored
 class LayerSpec(Structure):
     """One decoder layer: token mixers and an MLP, the norms around them, and their kinds."""
 
-    _fields_ = [
-        *((name, NormSpec) for name in ("norm", "after_mixer", "mlp_norm", "after_mlp")),
-        *((name, NormSpec) for name in ("beside_norm", "after_beside", "after_experts")),
-        *((name, c_int32) for name in ("attends", "recurs", "mlp", "parallel")),
-        ("attention", AttentionSpec),
-        ("cross", CrossSpec),
-        ("recurrent", RecurrentSpec),
-        ("dense", MlpSpec),
-        ("experts", ExpertsSpec),
-        ("own_input", LayerInputSpec),
-        ("scalar", c_float),
-    ]
 
-
+@mirrored
 class RopeSpec(Structure):
     """A rotary table, which grows with the sequences."""
 
-    _fields_ = [("table", c_void_p), ("half", c_int32), ("paired", c_int32)]
 
-
+@mirrored
 class StateSpec(Structure):
     """Sizes of recurrent layers."""
 
-    _fields_ = [
-        (name, c_int32)
-        for name in (
-            *("window", "channels", "out", "gates", "inputs"),
-            *("key_heads", "value_heads", "key_dim", "value_dim", "norm_first"),
-        )
-    ] + [(name, c_float) for name in ("gate_factor", "step_factor")]
 
-
+@mirrored
 class LatentSpec(Structure):
     """Sizes of latent attention."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("rank", "rotated", "plain", "value", "query_rank")),
-        ("eps", c_float),
-    ]
 
-
+@mirrored
 class LayerInputsSpec(Structure):
     """The weights that produce the inputs of single layers; width 0 for none."""
 
-    _fields_ = [
-        ("table", c_void_p),
-        ("projection", Matrix),
-        ("norm", NormSpec),
-        ("width", c_int32),
-        ("table_scale", c_float),
-        ("projection_scale", c_float),
-    ]
 
-
+@mirrored
 class ModelSpec(Structure):
     """The weights and options of a model, for ``foretoken_run``."""
-
-    _fields_ = [
-        ("layers", POINTER(LayerSpec)),
-        ("embedding", c_void_p),
-        ("table", Matrix),
-        ("positions", c_void_p),
-        *((name, NormSpec) for name in ("embedding_norm", "norm", "feature_norm")),
-        ("head", Matrix),
-        ("ropes", POINTER(RopeSpec)),
-        ("biases", c_void_p),
-        ("query_scales", c_void_p),
-        ("bias_stride", c_int64),
-        *((name, c_int32) for name in ("layer_count", "hidden", "heads", "vocab")),
-        *((name, c_int32) for name in ("activation", "centered", "norm_heads", "joined", "norm_first")),
-        *((name, c_float) for name in ("eps", "scale", "score_cap", "logit_cap", "embedding_scale")),
-        *(
-            (name, c_float)
-            for name in ("attention_factor", "recurrent_factor", "mlp_factor", "gate_factor", "logit_scale")
-        ),
-        ("gated_attention", c_int32),
-        ("state", StateSpec),
-        ("latent", LatentSpec),
-        ("layer_inputs", LayerInputsSpec),
-        ("clip", c_float),
-        ("norm_sums", c_int32),
-        ("farthest", c_int32),
-        *((name, c_int32) for name in ("embedding_kind", "embedding_rows", "learned_positions", "table_positions")),
-        ("fusion", Matrix),
-        *((name, c_int32) for name in ("fused_layers", "fused_width", "fuses_embedding")),
-    ]
 
 
 def matrix_kinds(spec: ModelSpec) -> set[int]:
@@ -232,56 +160,37 @@ def _matrices(spec: Structure) -> Iterator[Matrix]:
             yield from _matrices(getattr(spec, name))
 
 
+@mirrored
 class LoraPart(Structure):
     """A matrix of a low-rank product, and the positions of its input and result in their rows."""
 
-    _fields_ = [("matrix", Matrix), *((name, c_int32) for name in ("first", "to", "step"))]
 
-
+@mirrored
 class LoraSpec(Structure):
     """A low-rank product; without matrices for none."""
 
-    _fields_ = [("down", LoraPart), ("up", LoraPart * LORA_PARTS)]
 
-
+@mirrored
 class LoraLayer(Structure):
     """An adapter's low-rank products for one layer, by the names of the layer's matrices."""
 
-    _fields_ = [
-        *((name, LoraSpec) for name in ("qkv", "out", "up", "down")),
-        *((name, LoraSpec) for name in ("recurrent_in", "recurrent_gates", "recurrent_out")),
-        *((name, LoraSpec) for name in ("query_up", "router", "shared_up", "shared_down", "shared_gate")),
-        *((name, LoraSpec) for name in ("input_gate", "input_up", "input_projection")),
-        *((name, POINTER(LoraSpec)) for name in ("absorb", "expand", "expert_up", "expert_down")),
-    ]
 
-
+@mirrored
 class LoraWidths(Structure):
     """Floats of the longest rows of low-rank products: inputs, products with the first half, and results."""
 
-    _fields_ = [(name, c_int64) for name in ("input", "inner", "added")]
 
-
+@mirrored
 class LoraAdapter(Structure):
     """An adapter: its layers, and the widths of its products."""
 
-    _fields_ = [
-        ("layers", POINTER(LoraLayer)),
-        *((name, LoraWidths) for name in ("rows", "heads", "pairs")),
-        ("layer_count", c_int32),
-    ]
 
-
+@mirrored
 class ReplaySpec(Structure):
     """The steps of recurrent layers in a pass; the fields are those of ``state.replay.ReplayPlan``."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("first_step", "sources", "targets", "saves", "inputs", "states", "logs")),
-        *((name, c_void_p) for name in ("log_rows", "snapshots", "moved", "moved_of", "moved_to", "moved_stride")),
-        *((name, c_int32) for name in ("steps", "copies", "moves", "snapshot_count")),
-    ]
 
-
+@mirrored
 class BatchSpec(Structure):
     """The plan of one pass. Arrays of integers are int32."""
 
@@ -293,68 +202,25 @@ class BatchSpec(Structure):
             setattr(self, name, values.buffer_info()[0])
             self.held.append(values)
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "positions", "places", "prefix", "branch_from", "branches")),
-        *((name, c_void_p) for name in ("sequence_from", "pages", "page_counts", "outputs", "logits")),
-        *((name, c_void_p) for name in ("likeliest", "ranked", "tap_layers", "taps")),
-        ("features", c_void_p),
-        ("states", c_void_p),
-        ("replay", POINTER(ReplaySpec)),
-        ("adapters", c_void_p),
-        *((name, c_void_p) for name in ("source_pages", "source_counts", "source_lengths")),
-        *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "branch_count")),
-        *((name, c_int32) for name in ("ranks", "reach", "source_reach")),
-    ]
 
-
+@mirrored
 class SamplerSpec(Structure):
     """Sampling of a chain's tokens; null ``kept`` for the likeliest ones."""
 
-    _fields_ = [*((name, c_void_p) for name in ("kept", "noise", "rows", "changes")), ("races", c_int32)]
 
-
+@mirrored
 class TreeSpec(Structure):
     """The shape of a tree of fixed candidates; width 0 for a chain."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("width", "steps")),
-        *((name, c_float) for name in ("temperature", "floor")),
-        ("kind", c_int32),
-    ]
 
-
+@mirrored
 class DeeperSpec(Structure):
     """A layer that drafts one level on the states of the layer before it; see csrc/chains.hpp."""
 
-    _fields_ = [
-        ("model", POINTER(ModelSpec)),
-        *((name, c_void_p) for name in ("workspace", "pages", "page_counts", "cached", "carried")),
-    ]
 
-
+@mirrored
 class ChainSpec(Structure):
     """Chains and trees after the sequences of a pass, for ``foretoken_chains``."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("limits", "floors", "bases", "slopes", "bounds")),
-        *((name, c_void_p) for name in ("tokens", "probabilities", "parents", "counts", "tried")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "samplers",
-                "trees",
-                "choose",
-                "draw",
-                "lead",
-                "change",
-                "ids",
-                "successors",
-                "successors_workspace",
-            )
-        ),
-        ("deeper", c_void_p),
-        *((name, c_int32) for name in ("longest", "buckets", "vocab", "width", "foreseen", "deeper_count")),
-    ]
 
 
 _DECODED = (  # the structures of a decoder, as csrc/library.cpp lists them
