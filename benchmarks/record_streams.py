@@ -23,7 +23,8 @@ from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.draft import Draft
 from foretoken.engine.chat_template import apply_template
 from foretoken.models.base import Model
-from foretoken.models.heads.loading import LoadedEagle, load_eagle
+from foretoken.models.heads.eagle import EagleNet
+from foretoken.models.heads.loading import LoadedHead, load_eagle
 from real_models import real_model_path
 
 Distributions = Callable[[list[int]], torch.Tensor]
@@ -55,7 +56,7 @@ def scored(model: Model, tokens: list[int]) -> torch.Tensor:
     return probs
 
 
-def scored_by_head(model: Model, head: LoadedEagle, tokens: list[int]) -> torch.Tensor:
+def scored_by_head(model: Model, head: LoadedHead[EagleNet], tokens: list[int]) -> torch.Tensor:
     """Returns a head's distributions [N, V] after each token, in its first draft position; zeros after the first."""
     handle = model.open(tokens[:1])
     (scores,) = model.score([handle], [Draft.chain(tokens[1:])], head.taps)

@@ -51,7 +51,7 @@ def test_the_window_of_a_head_is_that_of_its_configuration(kind: str, tmp_path: 
         else:
             block = read_block(tiny.save(tmp_path / name, *blocks.dflash(layers=1, taps=(0, 1, 2), **settings)))
             unembed = lambda x: x.float() @ embedding.T  # noqa: E731
-            net = BlockNet(block, embedding, torch.float32, torch.device("cpu"), 64, unembed, window)
+            net = BlockNet(block, embedding, torch.float32, torch.device("cpu"), 64, unembed, window=window)
         handle = net.open(list(range(21)))
         net.extend(handle, list(range(1, 21)), net.features(raw))
         rows.append(net.catch_up([handle])[0])

@@ -53,8 +53,8 @@ class BlockNet(FeatureNet):
         embedding: the head's own or the target's, [V, H].
         max_length: maximum length of a sequence in tokens, drafts included.
         unembed: the target's vocabulary head, for heads without their own.
-        window: number of tokens that attention sees at most; None for the head's own windows.
         quantizer: quantizes the matrices of the layers and the vocabulary head; None leaves them in ``dtype``.
+        window: number of tokens that attention sees at most; None for the head's own windows.
     """
 
     foresees = True
@@ -67,8 +67,8 @@ class BlockNet(FeatureNet):
         device: torch.device,
         max_length: int,
         unembed: Callable[[Tensor], Tensor] | None = None,
-        window: int | None = None,
         quantizer: Quantizer | None = None,
+        window: int | None = None,
     ) -> None:
         self.head, self.dtype, self.device = head, dtype, device
         tensors = head.tensors

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from foretoken.models.heads.assistant import AssistantNet, read_assistant
 from foretoken.models.heads.block import BlockHead, read_block
 from foretoken.models.heads.block_net import BlockNet
 from foretoken.models.heads.eagle import EagleHead, EagleNet, default_taps, read_eagle
+from foretoken.models.heads.feature_net import DraftNet
 from foretoken.models.heads.files import ends_of, find_head
 from foretoken.models.heads.mtp import check_mtp_fits, has_mtp, hidden_states_of, read_mtp, target_embedding
 from foretoken.models.heads.mtp_net import MtpNet, MtpStack
@@ -32,24 +33,30 @@ from foretoken.models.runners.native.runner import NativeRunner
 _log = logging.getLogger(__name__)
 
 
+NetT = TypeVar("NetT", bound=DraftNet)
+_OTHER_TARGET = "heads only fit the model that they were trained on"
+
+
 @dataclass(frozen=True, slots=True)
-class LoadedEagle:
-    """An EAGLE head that is ready to draft.
+class LoadedHead(Generic[NetT]):
+    """A head that is ready to draft.
 
     Attributes:
         net: the network.
         taps: indices of the inputs of the tapped layers of the target.
-        convention: the measured meaning of the ids in config.json; None if config.json states it.
+        convention: the measured meaning of an EAGLE head's ids in config.json; None if config.json states it.
+        states: the hidden states that MTP layers read; None for other heads.
     """
 
-    net: EagleNet
+    net: NetT
     taps: tuple[int, ...]
     convention: TapConvention | None = None
+    states: MtpStates | None = None
 
 
 def load_eagle(
     target: Model, tokenizer: Any, model: str | Path | None, path: Path | None, window: int | None = None
-) -> LoadedEagle:
+) -> LoadedHead[EagleNet]:
     """Loads an EAGLE head and checks it against the target.
 
     Args:
@@ -63,35 +70,23 @@ def load_eagle(
     """
     folder = find_head("eagle3", model, path)
     head = read_eagle(folder)
-    _check(head, folder, target)
-    embedding = _embedding("EAGLE head", head, folder, path, target.dtype)
-    quantizer = head_quantizer(target)
-    net = EagleNet(
-        head, embedding, target.dtype, target.device, target.max_length, TargetHead(target), quantizer, window
-    )
+    taps = head.taps or default_taps(target.num_layers)
+    _check_fits("EAGLE head", head, folder, taps if head.version == 3 else (), target)
+    net = EagleNet(head, *_inputs("EAGLE head", head, folder, path, target), head_quantizer(target), window)
     head = net.head  # without its matrices
     give_back(head.hidden)
     if head.version == 1:
-        return LoadedEagle(net, (target.num_layers,))
-    taps = head.taps or default_taps(target.num_layers)
+        return LoadedHead(net, (target.num_layers,))
     if head.exact:
-        return LoadedEagle(net, taps)
+        return LoadedHead(net, taps)
     convention = measure_taps(net, target, tokenizer, taps)
     _log.info("%s: %s", folder, convention)
-    return LoadedEagle(net, convention.taps, convention)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedBlock:
-    """A block drafter that is ready to draft. taps: indices of the inputs of the tapped layers of the target."""
-
-    net: BlockNet
-    taps: tuple[int, ...]
+    return LoadedHead(net, convention.taps, convention)
 
 
 def load_block(
     role: str, target: Model, model: str | Path | None, path: Path | None, window: int | None = None
-) -> LoadedBlock:
+) -> LoadedHead[BlockNet]:
     """Loads a DFlash, JetSpec or DSpark head and checks it against the target.
 
     Args:
@@ -107,17 +102,11 @@ def load_block(
     head = read_block(folder)
     if head.method != role:
         raise ModelLoadError(f'the head in {folder} is a {head.method} head; draft with {{"method": "{head.method}"}}')
-    check_width(f"{role} head", folder, head.target_hidden, target)
-    check_vocabulary(f"{role} head", folder, head.vocab, target)
-    _check_taps(f"{role} head", folder, head.taps, target)
-    embedding = _embedding(f"{role} head", head, folder, path, target.dtype)
-    quantizer = head_quantizer(target)
-    net = BlockNet(
-        head, embedding, target.dtype, target.device, target.max_length, TargetHead(target), window, quantizer
-    )
+    _check_fits(f"{role} head", head, folder, head.taps, target)
+    net = BlockNet(head, *_inputs(f"{role} head", head, folder, path, target), head_quantizer(target), window)
     head = net.head  # without its matrices
     give_back(head.hidden)
-    return LoadedBlock(net, head.taps)
+    return LoadedHead(net, head.taps)
 
 
 def head_quantizer(target: Model) -> Quantizer | None:
@@ -139,7 +128,7 @@ def check_width(what: str, folder: Path, hidden: int, target: Model) -> None:
     if hidden != target.hidden_size:
         raise ModelLoadError(
             f"the {what} in {folder} was made for a target with hidden size {hidden}, this one has "
-            f"{target.hidden_size}; heads only fit the model that they were trained on"
+            f"{target.hidden_size}; {_OTHER_TARGET}"
         )
 
 
@@ -148,23 +137,27 @@ def check_vocabulary(what: str, folder: Path, vocab: int, target: Model) -> None
     if vocab != target.vocab_size:
         raise ModelLoadError(
             f"the {what} in {folder} was made for a vocabulary of {vocab}, this target has {target.vocab_size}; "
-            "heads only fit the model that they were trained on"
+            f"{_OTHER_TARGET}"
         )
 
 
-def _check(head: EagleHead, folder: Path, target: Model) -> None:
-    check_width("EAGLE head", folder, head.target_hidden, target)
-    check_vocabulary("EAGLE head", folder, head.vocab, target)
-    if head.version == 3:
-        _check_taps("EAGLE head", folder, head.taps or default_taps(target.num_layers), target)
-
-
-def _check_taps(what: str, folder: Path, taps: Sequence[int], target: Model) -> None:
+def _check_fits(what: str, head: EagleHead | BlockHead, folder: Path, taps: Sequence[int], target: Model) -> None:
+    """Raises ModelLoadError for heads of another hidden size, vocabulary or number of layers."""
+    check_width(what, folder, head.target_hidden, target)
+    check_vocabulary(what, folder, head.vocab, target)
     if not all(0 <= i <= target.num_layers for i in taps):
         raise ModelLoadError(
             f"the {what} in {folder} reads the layers {list(taps)}, this target has {target.num_layers}; "
-            "heads only fit the model that they were trained on"
+            f"{_OTHER_TARGET}"
         )
+
+
+def _inputs(
+    what: str, head: EagleHead | BlockHead, folder: Path, path: Path | None, target: Model
+) -> tuple[Tensor, torch.dtype, torch.device, int, TargetHead]:
+    """Returns embedding, dtype, device, maximum length and vocabulary head of a head's network."""
+    embedding = _embedding(what, head, folder, path, target.dtype)
+    return embedding, target.dtype, target.device, target.max_length, TargetHead(target)
 
 
 def _embedding(what: str, head: EagleHead | BlockHead, folder: Path, target: Path | None, dtype: torch.dtype) -> Tensor:
@@ -180,21 +173,6 @@ def _embedding(what: str, head: EagleHead | BlockHead, folder: Path, target: Pat
             f"of {head.vocab} x {head.hidden}"
         )
     return shared.to(dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedMtp:
-    """MTP layers that are ready to draft.
-
-    Attributes:
-        net: the network.
-        taps: the tapped layer of the target.
-        states: the hidden states that are read.
-    """
-
-    net: MtpNet | MtpStack
-    taps: tuple[int, ...]
-    states: MtpStates
 
 
 def find_mtp(model: str | Path | None, target: Path | None) -> Path:
@@ -219,7 +197,7 @@ def load_mtp(
     normed: bool | None = None,
     chained_normed: bool | None = None,
     window: int | None = None,
-) -> LoadedMtp:
+) -> LoadedHead[MtpNet | MtpStack]:
     """Loads MTP layers and checks them against the target.
 
     Args:
@@ -252,7 +230,7 @@ def load_mtp(
     states = measure_states(net, target, tokenizer, normed, chained_normed)
     _log.info("%s: %s", folder, states)
     net.normed = states.chained_normed
-    return LoadedMtp(net, (target.num_layers + (not states.normed),), states)
+    return LoadedHead(net, (target.num_layers + (not states.normed),), states=states)
 
 
 def load_assistant(target: Model, model: str | Path | None, path: Path | None) -> AssistantNet:

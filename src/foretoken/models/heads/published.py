@@ -22,9 +22,7 @@ from foretoken.core.files import read_json
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.gguf import is_gguf
 from foretoken.models.heads.mtp import has_mtp
-from foretoken.models.heads.published import MTP, shipped_methods
 from foretoken.zoo import PublishedDrafter, drafters, drafters_of, name_key
-from foretoken.zoo.drafters import PublishedDrafter, drafters, drafters_of, name_key
 
 MTP = "mtp"
 SHIPPED = ("dspark", "eagle3", MTP, "jetspec", "dflash", "medusa", "blockwise")
