@@ -28,7 +28,7 @@ from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.gguf import is_gguf
 from foretoken.models.heads.dialects import write_eagle
 from foretoken.models.heads.eagle import EagleHead, EagleNet, read_eagle
-from foretoken.models.heads.layers import FusedLayer, RmsNorm, unroll
+from foretoken.models.heads.layers import FusedLayer, FusedTaps, RmsNorm
 from foretoken.models.learner import Learner, TargetSpan, TopLogprobs, overlap, padded_tokens
 
 DEPTHS = 3  # tokens of a chain that are trained; later ones follow, at a fraction of the cost
@@ -36,7 +36,7 @@ _NEW_NORM = 0.2  # norm of a new token's row, as a fraction of the other rows'
 _WANTED = 2.0  # occurrences from which a token is drafted
 
 
-class FusedModule(nn.Module):
+class FusedModule(FusedTaps):
     """The network of an EAGLE-3 or 3.1 head of one layer. Parameters have the checkpoint's names."""
 
     def __init__(self, head: EagleHead) -> None:
@@ -59,19 +59,7 @@ class FusedModule(nn.Module):
         Row i of depth j proposes token i + 2 + j.
         """
         states = self.input_norm(states[:, : states.shape[1] - depths])
-        if self.fc_norm:
-            parts = zip(self.fc_norm, states.chunk(len(self.fc_norm), dim=-1), strict=True)
-            states = torch.cat([norm(part) for norm, part in parts], dim=-1)
-        return list(unroll(self._output, embedded, self.fc(states), depths))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of outputs [..., H]."""
-        logits: Tensor = self.lm_head(hidden if self.normed else self.norm(hidden))
-        return logits
-
-    def _output(self, *inputs: Any) -> Tensor:
-        hidden: Tensor = self.layers[0](*inputs)
-        return self.norm(hidden) if self.normed else hidden
+        return list(self.outputs(self.layers[0], embedded, states, depths))
 
 
 class HeadStudent(Learner):

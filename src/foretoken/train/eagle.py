@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.heads.files import MASK_KEYS
-from foretoken.models.heads.layers import FusedLayer, HeadLayer, RmsNorm, UnrolledAttention, unroll
+from foretoken.models.heads.layers import FusedLayer, FusedTaps, HeadLayer, RmsNorm, UnrolledAttention
 from foretoken.train.config import Eagle3Config, FusedConfig, PEagleConfig
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
 from foretoken.train.head import (
@@ -91,7 +91,7 @@ class FusedHead(Head):
         return self.weights() | {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
 
 
-class Eagle3Head(FusedHead):
+class Eagle3Head(FusedHead, FusedTaps):
     """An EAGLE-3 head: one layer, unrolled in training. Its state_dict is the checkpoint, under SafeAILab's names.
 
     At depth 0 the feature is the target's. At depth j it is the head's own output at row i - 1 of depth j - 1. In
@@ -111,17 +111,10 @@ class Eagle3Head(FusedHead):
         self._unrolled = 1 if progress < self.single_share else self.depths
 
     def forward(self, batch: TrainBatch) -> Drafted:
-        states = batch.tapped(self.taps)[:, : -self.depths]
-        if self.normed:
-            parts = zip(self.fc_norm, states.chunk(len(self.taps), dim=-1), strict=True)
-            states = torch.cat([norm(part) for norm, part in parts], dim=-1)
         depths = self._unrolled if self.training else self.depths
-        outputs = unroll(self._output, batch.embedded(), self.fc(states), depths)
-        return Drafted([self.lm_head(hidden if self.normed else self.norm(hidden)) for hidden in outputs])
-
-    def _output(self, *inputs: Any) -> Tensor:
-        hidden: Tensor = self.midlayer(*inputs)
-        return self.norm(hidden) if self.normed else hidden
+        states = batch.tapped(self.taps)[:, : -self.depths]
+        outputs = self.outputs(self.midlayer, batch.embedded(), states, depths)
+        return Drafted([self.logits(hidden) for hidden in outputs])
 
     def describe(self, target: FrozenTarget) -> dict[str, Any]:
         return super().describe(target) | ({"fc_norm": True, "norm_output": True} if self.normed else {})

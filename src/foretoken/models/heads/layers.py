@@ -260,6 +260,38 @@ class FusedLayer(HeadLayer):
         return torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
 
 
+class FusedTaps(nn.Module):
+    """EAGLE-3's fusion of tapped states, and its vocabulary head.
+
+    Attributes:
+        fc_norm: Norms of the states of each tap before ``fc`` fuses them (EAGLE 3.1); empty for none.
+        normed: Whether outputs are chained after the norm, else before it.
+    """
+
+    fc: nn.Linear
+    fc_norm: nn.ModuleList
+    norm: RmsNorm
+    lm_head: nn.Linear
+    normed: bool
+
+    def outputs(self, layer: nn.Module, embedded: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
+        """Yields a layer's outputs by depth as ``unroll`` does, from the concatenated states of all taps."""
+        if self.fc_norm:
+            parts = zip(self.fc_norm, states.chunk(len(self.fc_norm), dim=-1), strict=True)
+            states = torch.cat([norm(part) for norm, part in parts], dim=-1)
+
+        def output(*inputs: Any) -> Tensor:
+            hidden: Tensor = layer(*inputs)
+            return self.norm(hidden) if self.normed else hidden
+
+        return unroll(output, embedded, self.fc(states), depths)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of outputs [..., H]."""
+        logits: Tensor = self.lm_head(hidden if self.normed else self.norm(hidden))
+        return logits
+
+
 def unroll(layer: Callable[..., Tensor], embedded: Tensor, hidden: Tensor, depths: int) -> Iterator[Tensor]:
     """Yields a layer's outputs by depth [B, roots, H], each computed from those of the depth before, as in use.
 
