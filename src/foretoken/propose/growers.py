@@ -96,29 +96,33 @@ class Grower(AtOnce, Protocol):
         ...
 
 
-@dataclass(slots=True)
-class RankedTreeGrower:
-    """Grows the best candidates by ``rank``, re-ranked over all levels.
+@dataclass(slots=True, kw_only=True)
+class TreeGrower:
+    """Base class of trees that a model may also draft at once.
 
     Attributes:
-        whole: The request to a model that drafts the tree at once; None if it cannot rank as ``rank`` does.
+        whole: The request to that model; None if it cannot draft as this class does.
         drafted: The draft, if a model did.
     """
+
+    whole: ChainRequest | None = None
+    drafted: Draft | None = None
+
+    def request(self) -> ChainRequest | None:
+        return self.whole
+
+
+@dataclass(slots=True)
+class RankedTreeGrower(TreeGrower):
+    """Grows the best candidates by ``rank``, re-ranked over all levels."""
 
     budget: int
     steps: int
     width: int
     rank: Rank
     tree: Tree
-    whole: ChainRequest | None = None
-    drafted: Draft | None = None
-
-    def request(self) -> ChainRequest | None:
-        """Returns the request to a model that drafts the tree at once."""
-        return self.whole
 
     def take(self, chain: ModelChain) -> None:
-        """Takes over a tree that a model drafted at once."""
         self.drafted = Draft.tree(chain.tokens, chain.parents, chain.probabilities)
 
     @property
@@ -136,26 +140,17 @@ class RankedTreeGrower:
 
 
 @dataclass(slots=True)
-class SampledTreeGrower:
+class SampledTreeGrower(TreeGrower):
     """Grows a tree of sampled nodes, whose distributions travel with the draft.
 
     Attributes:
         distributions: Returns the distribution at each node of the frontier.
-        whole: The request to a model that drafts the tree at once; None if it cannot.
-        drafted: The draft, if a model did.
     """
 
     tree: DrawnTree
     distributions: Callable[[Tensor, Growth], Tensor]
-    whole: ChainRequest | None = None
-    drafted: Draft | None = None
-
-    def request(self) -> ChainRequest | None:
-        """Returns the request to a model that drafts the tree at once."""
-        return self.whole
 
     def take(self, chain: ModelChain) -> None:
-        """Takes over a tree that a model drafted at once."""
         self.drafted = Draft.empty()
         if chain.tokens and chain.rows is not None:
             law, scores = self.tree.law(chain.rows), tuple(chain.probabilities)
@@ -235,7 +230,7 @@ def begin(
     floor = math.log(least) if least else -math.inf
 
     def ranked(rank: Rank, whole: ChainRequest | None) -> Grower:
-        return RankedTreeGrower(budget, steps, width, rank, Tree(floor=floor), whole)
+        return RankedTreeGrower(budget, steps, width, rank, Tree(floor=floor), whole=whole)
 
     def at_temperature(temperature: float | None) -> ChainRequest | None:
         shape = None if temperature is None else TreeShape(width, steps, temperature, floor)
@@ -265,7 +260,7 @@ def begin(
         return ranked(lambda logits, tree: likeliest(distributions(logits, tree), width), whole)
     grown = DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream)
     draws, shape = draws_of(law, stream, budget, rows=True), TreeShape(width, steps, kind=config.tree)
-    return SampledTreeGrower(grown, distributions, request_of(law, context, budget, draws, shape))
+    return SampledTreeGrower(grown, distributions, whole=request_of(law, context, budget, draws, shape))
 
 
 def _bare_temperature(law: Law) -> float | None:

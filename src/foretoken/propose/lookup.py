@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.core.checks import integer
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.propose.base import BuildContext, Method, Proposer
-from foretoken.propose.matches import PAD, ContextTexts
+from foretoken.propose.base import BuildContext, Method
+from foretoken.propose.matches import PAD, TextProposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +23,16 @@ class LookupConfig:
         integer("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, PAD)
 
 
-class Lookup(Proposer):
+class Lookup(TextProposer):
     """Copies what followed the latest occurrence of the end of the text, as fixed candidates."""
 
     name = "ngram"
-    costless = True
 
     def __init__(self, config: LookupConfig | None = None) -> None:
         self.config = config or LookupConfig()
-        self._texts = ContextTexts()
+        super().__init__()
 
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._copy(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
-
-    def forget(self, context: Context) -> None:
-        self._texts.forget(context)
-
-    def _copy(self, context: Context, budget: int) -> Draft:
+    def _draft(self, context: Context, budget: int) -> Draft:
         text, config = self._texts.of(context), self.config
         tail = text.tail(config.prompt_lookup_max)
         matches = text.find_matches(tail, budget, limit=1, min_length=config.prompt_lookup_min)

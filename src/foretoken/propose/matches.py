@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.propose.base import Proposer
 
 Ids = NDArray[np.int32]
 
@@ -175,6 +177,24 @@ class ContextTexts:
     def forget(self, context: Context) -> None:
         """Drops the text of a finished sequence."""
         self._texts.pop(context.id, None)
+
+
+class TextProposer(Proposer):
+    """Base class of proposers of fixed candidates that continue occurrences of the end of a sequence's text."""
+
+    costless = True
+
+    def __init__(self) -> None:
+        self._texts = ContextTexts()
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
+
+    def forget(self, context: Context) -> None:
+        self._texts.forget(context)
+
+    def _draft(self, context: Context, budget: int) -> Draft:
+        raise NotImplementedError
 
 
 def agreement(contexts: NDArray[Any], pattern: NDArray[Any]) -> NDArray[np.int64]:

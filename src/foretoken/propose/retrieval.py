@@ -23,8 +23,8 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import Schema, Size, parse, read_object
-from foretoken.propose.base import BuildContext, Method, Proposer
-from foretoken.propose.matches import BREAK, LIMIT, PAD, ContextTexts, GrowingText, Ids, Matches
+from foretoken.propose.base import BuildContext, Method
+from foretoken.propose.matches import BREAK, LIMIT, PAD, GrowingText, Ids, Matches, TextProposer
 from foretoken.propose.suffix_array import SuffixArray
 from foretoken.propose.tree import candidate_tree
 
@@ -198,7 +198,7 @@ class RetrievalConfig:
         number("base", self.base, 1.0, 1e6)
 
 
-class Retrieval(Proposer):
+class Retrieval(TextProposer):
     """Drafts the likeliest nodes of the trie of continuations, as fixed candidates.
 
     The sequence's own text is searched together with the datastore. Weights count occurrences, longer contexts more, so
@@ -206,17 +206,10 @@ class Retrieval(Proposer):
     """
 
     name = "retrieval"
-    costless = True
 
     def __init__(self, datastore: Datastore, config: RetrievalConfig | None = None) -> None:
         self.datastore, self.config = datastore, config or RetrievalConfig()
-        self._texts = ContextTexts()
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
-
-    def forget(self, context: Context) -> None:
-        self._texts.forget(context)
+        super().__init__()
 
     def _draft(self, context: Context, budget: int) -> Draft:
         text, config = self._texts.of(context), self.config

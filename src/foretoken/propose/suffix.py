@@ -19,8 +19,8 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.native import sampling as native
 from foretoken.core.native.sampling import CopySearch
-from foretoken.propose.base import BuildContext, Method, Observation, Proposer
-from foretoken.propose.matches import BREAK, LIMIT, PAD, ContextTexts, GrowingText, Ids, Matches, SearchableText
+from foretoken.propose.base import BuildContext, Method, Observation
+from foretoken.propose.matches import BREAK, LIMIT, PAD, GrowingText, Ids, Matches, SearchableText, TextProposer
 from foretoken.propose.suffix_array import SuffixArray
 from foretoken.propose.tree import CandidateTree, candidate_tree
 
@@ -295,7 +295,7 @@ class _Match:
         return self.tree.score, self.length
 
 
-class Suffix(Proposer):
+class Suffix(TextProposer):
     """Drafts fixed candidates from the sequence's own text and from a store of finished outputs.
 
     Outputs that finish by themselves or by their length are stored, aborted ones are not. The end of the prompt is
@@ -304,7 +304,6 @@ class Suffix(Proposer):
     """
 
     name = "suffix"
-    costless = True
     learns = True
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
@@ -314,7 +313,7 @@ class Suffix(Proposer):
             config.suffix_decoding_max_cached_tokens,
             config.suffix_decoding_max_cached_requests,
         )
-        self._texts = ContextTexts()
+        super().__init__()
         self._kernels = None if config.suffix_decoding_max_cached_requests else native.kernels()
         self._search = CopySearch(
             factor=config.suffix_decoding_max_spec_factor,
@@ -324,17 +323,11 @@ class Suffix(Proposer):
             top_k=config.top_k,
         )
 
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
-
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, observation in zip(contexts, observations, strict=True):
             if observation.step.finish_reason in ("stop", "length"):
                 start = max(0, context.prompt_length - self.config.suffix_decoding_max_tree_depth)
                 self.store.add(context.tokens[start:], context.cache_salt)
-
-    def forget(self, context: Context) -> None:
-        self._texts.forget(context)
 
     def _draft(self, context: Context, budget: int) -> Draft:
         depth = self.config.suffix_decoding_max_tree_depth
