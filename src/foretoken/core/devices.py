@@ -44,11 +44,7 @@ def fetched(tensor: Tensor) -> Tensor:
 
 
 class TimeMark:
-    """A moment of a device's work: that at which it has finished all work that was given to it before.
-
-    Args:
-        device: the device.
-    """
+    """A moment of a device's work: that at which it has finished all work that was given to it before."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None

@@ -85,7 +85,6 @@ class StepOutput:
         draft: The draft that was verified.
         verdict: The verifier's decision.
         tokens: Emitted tokens: the accepted path and the target's token, cut at EOS, stop or max_tokens.
-        timings: Times of the step.
         finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, one of ``acceptance_run.KINDS``, or None for
             an unfinished sequence.
         budget: Number of draft tokens that the proposer was asked for.

@@ -42,7 +42,6 @@ def own_template(tokenizer: Any, model: str, advice: str) -> Any:
     """Returns the chat template of a tokenizer, or several by their names.
 
     Args:
-        tokenizer: the model's tokenizer.
         model: the model's name in the message.
         advice: alternatives to this template, for the message.
 

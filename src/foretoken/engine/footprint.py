@@ -97,7 +97,6 @@ class MemoryPlan:
 
     Attributes:
         models: the target, then the drafters.
-        device: their device.
         tokens: tokens of the KV caches; None if ``kv_bytes`` was given.
         kv_bytes: bytes of all KV caches and recurrent states.
         free: free bytes on the device; None if the system does not report them.
@@ -358,8 +357,6 @@ def split_kv_memory(
     """Enables the prefix caches and returns the number of tokens whose KV cache fits, None for no limit.
 
     Args:
-        target: The target model.
-        proposer: The proposer.
         max_bytes: KV cache memory of both together, or None for no limit.
         prefixes: Whether to enable prefix caching.
         max_sequences: Number of sequences in one forward pass.

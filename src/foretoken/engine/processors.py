@@ -74,7 +74,6 @@ class ProcessorLaw(Law):
         return True
 
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
-        """See ``Law``."""
         probs = self.probs(logits, histories)
         best: list[int] = probs.argmax(-1).where(~probs[:, 0].isnan(), -1).tolist()
         return best

@@ -41,7 +41,6 @@ class TokenizedPrompt:
 
     @property
     def ids(self) -> list[int]:
-        """The user's prompt in tokens."""
         return list(self.source) or self.tokens
 
 
@@ -127,7 +126,6 @@ class PromptTokenizer:
         """Returns a prompt in tokens; of an empty one the token for the beginning of a text (BOS).
 
         Args:
-            prompt: The prompt.
             special: Whether a text gets the tokenizer's special tokens, such as a beginning-of-text token.
 
         Raises:

@@ -75,7 +75,6 @@ class Request:
     def output(
         self, completions: Sequence[CompletionOutput], prompt_logprobs: PromptLogprobs | None = None
     ) -> RequestOutput:
-        """Returns the output of the request."""
         return RequestOutput(self.id, self.prompt, self.prompt_ids, tuple(completions), prompt_logprobs)
 
 
@@ -207,7 +206,6 @@ class RequestBuilder:
             )
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """Returns a prompt in tokens. Raises InvalidRequest."""
         return self.prompt_tokenizer.tokenize(prompt)
 
     def prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:

@@ -95,7 +95,6 @@ class Scheduler:
 
     @property
     def usage(self) -> SchedulerUsage:
-        """Current load."""
         held = sum(_paged(len(s.context.tokens)) + _paged(len(s.context.source)) for s in list(self.running.values()))
         capacity = self.capacity or 0
         return SchedulerUsage(
@@ -110,7 +109,6 @@ class Scheduler:
         )
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence."""
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._queue(sequence)
@@ -251,5 +249,4 @@ class Scheduler:
 
 
 def _paged(rows: int) -> int:
-    """Returns ``rows`` rounded up to whole pages."""
     return -(-rows // PAGE) * PAGE

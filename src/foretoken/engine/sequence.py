@@ -138,7 +138,6 @@ class Sequence:
         return handle.cached == count - 1 and len(handle.tokens) == count and not self.needs_prompt_logprobs
 
     def fail(self, error: Exception) -> None:
-        """Ends the sequence with an error."""
         self.error, self.finish_reason, self.alarm = error, "error", None
 
     def max_draft_tokens(self, max_length: int) -> int:
@@ -152,7 +151,6 @@ class Sequence:
 
         Args:
             draft: The step's draft.
-            verdict: The verdict on it.
             scores: The target's.
             max_length: The target's context length.
             computed: What the kernels have computed of the verdict's rows, if they have chosen its tokens.
@@ -193,7 +191,6 @@ class Counts:
     by_output: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, step: StepOutput) -> None:
-        """Counts one step."""
         self.steps += 1
         self.tokens += len(step.tokens)
         if drafted := len(step.draft):
@@ -209,7 +206,6 @@ class Counts:
             self.finished = time.monotonic()
 
     def freeze(self) -> SpeculationStats:
-        """Returns the statistics so far."""
         return SpeculationStats(
             steps=self.steps,
             drafts=self.drafts,
@@ -261,7 +257,6 @@ def logprobs_of_rows(logits: Tensor, tokens: Many[int], count: int) -> list[Toke
 
     Args:
         logits: [rows, V].
-        tokens: One token for each row.
         count: Number of most probable tokens.
     """
     logits = logits.float()

@@ -30,7 +30,6 @@ class SequenceRow:
     """The request for the tokens of one sequence's steps.
 
     Args:
-        context: The sequence.
         logprobs: Number of alternatives of the token, or None to compute no log-probabilities.
         vocabulary: Number of logits of a row.
 
@@ -71,7 +70,6 @@ class SequenceRow:
         """Returns the request for a draft; None if its verifier has to choose the tokens.
 
         Args:
-            draft: The draft.
             scores: The target's, which the caller keeps alive.
         """
         row, context = self.row, self._context
@@ -129,7 +127,6 @@ class StepRows:
         self._threads = torch.get_num_threads()
 
     def forget(self, identifier: int) -> None:
-        """Drops the request of a sequence."""
         self._rows.pop(identifier, None)
 
     def choose(

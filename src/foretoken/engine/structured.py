@@ -69,7 +69,6 @@ class Choices:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated memory."""
         return sum(map(len, self._texts)) + 64 * len(self._texts) + _CACHED_MASKS * self.tokens.vocab_size
 
     def follow(self, ends: Collection[int]) -> ChoiceGrammar:
@@ -152,9 +151,7 @@ class Restriction(Protocol):
     """A compiled restriction of a request's texts. Any number of sequences share it."""
 
     @property
-    def memory_bytes(self) -> int:
-        """Estimated memory."""
-        ...
+    def memory_bytes(self) -> int: ...
 
     @property
     def alive(self) -> bool:
@@ -197,7 +194,6 @@ class Grammars:
         return self.compile(spec).follow(ends)
 
     def close(self) -> None:
-        """Clears the cache."""
         with self._lock:
             self._compiled.clear()
 
@@ -271,16 +267,13 @@ class GrammarRestriction:
 
     @property
     def memory_bytes(self) -> int:
-        """See ``Restriction``."""
         return self._grammar.memory_bytes
 
     @property
     def alive(self) -> bool:
-        """See ``Restriction``."""
         return self._grammar.alive
 
     def follow(self, ends: Collection[int]) -> MatcherGrammar:
-        """See ``Restriction``."""
         return MatcherGrammar(self._grammar.follower(), self._vocab_size, self._end, sorted(ends))
 
 
@@ -304,7 +297,6 @@ class MatcherGrammar:
         self._last_bits, self._last_mask = b"", torch.empty(0)  # most positions inside a string have equal masks
 
     def allowed(self, history: History) -> Tensor | None:
-        """See ``Grammar``."""
         self._follow(history)
         if history.path not in self._masks:
             try:

@@ -46,9 +46,7 @@ class VerifiedDraft:
     """A draft and the verdict on it.
 
     Attributes:
-        sequence: The sequence.
         budget: Number of draft tokens that the proposer was asked for.
-        draft: The draft.
         scores: The target's.
         verdict: The verifier's decision; None if the sequence failed.
         computed: Results of the kernels for the step, if they have chosen its tokens.

@@ -36,12 +36,10 @@ class _Script(Controller):
     """Drafts the given depths in turn.
 
     Args:
-        depths: The depths.
         costs: The cost model that learns from the steps.
         synthetic: Whether drafts are made up, so that their time does not matter.
 
     Attributes:
-        depths: Depths that are left.
         passes: Seconds by rows.
         drafting: Seconds by depth, after the proposer's cache is up to date.
     """
@@ -59,7 +57,6 @@ class _Script(Controller):
 
     @property
     def pass_seconds(self) -> dict[int, float]:
-        """Median seconds by rows."""
         return {rows: median(seconds) for rows, seconds in self.passes.items()}
 
     def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
@@ -101,7 +98,6 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
     a proposer drafts on a synthetic prompt repeats itself, and would choose fewer experts than a text.
 
     Args:
-        target: The target model.
         proposer: Drafts tokens.
         costs: The cost model; later steps of requests count more.
         max_tokens: Largest draft length.

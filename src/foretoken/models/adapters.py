@@ -32,7 +32,6 @@ class LoadedAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the loaded adapters, the earliest first."""
         return tuple(self._keys)
 
     def key(self, name: str) -> str:
@@ -52,7 +51,6 @@ class LoadedAdapters:
             raise InvalidRequest(f"there is a LoRA adapter {shown(name)} already; choose another name, or unload it")
 
     def read(self, folder: Path) -> Any:
-        """Reads an adapter for ``add``. See ``Model.read_adapter``."""
         return self._model.read_adapter(folder)
 
     def add(self, name: str, adapter: Any) -> None:

@@ -66,7 +66,6 @@ class Handle:
 
     @property
     def num_pending(self) -> int:
-        """Number of ``pending`` tokens."""
         return len(self.tokens) - self.cached
 
     def advance(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
@@ -115,7 +114,6 @@ class LogitRows:
 
     Attributes:
         values: float32 [rows, width]; the first ``vocab`` values of each row are its logits.
-        address: the address of the first row.
         vocab: size of the vocabulary.
     """
 
@@ -125,12 +123,10 @@ class LogitRows:
 
     @property
     def tensor(self) -> Tensor:
-        """The logits [rows, V]."""
         return torch.from_numpy(self.values)[:, : self.vocab]
 
     @property
     def memory(self) -> tuple[int, int, int]:
-        """See ``Scores.memory``."""
         return self.address, len(self.values), self.values.shape[1]
 
     def split(self, counts: Sequence[int]) -> list[LogitRows]:
@@ -179,7 +175,6 @@ class Scores:
 
     @property
     def vocab(self) -> int:
-        """Size of the vocabulary of ``rows``."""
         return self.rows.shape[1] if isinstance(self.rows, Tensor) else self.rows.vocab
 
     @property
@@ -194,7 +189,6 @@ class Scores:
         return self.rows.chooser if isinstance(self.rows, DeviceRows) else None
 
     def on_host(self) -> Scores:
-        """Returns scores whose ``rows`` are in the host's memory."""
         return replace(self, rows=self.rows.tensor) if isinstance(self.rows, DeviceRows) else self
 
 

@@ -41,9 +41,7 @@ class TokenLogits(Protocol):
         ...
 
     @property
-    def kinds(self) -> set[int]:
-        """The kinds of its matrices."""
-        ...
+    def kinds(self) -> set[int]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +110,6 @@ class ChainRequest:
 
     @property
     def levels(self) -> int:
-        """The largest number of tokens of a path."""
         return self.limit if self.tree is None else self.tree.steps
 
     @property
@@ -128,7 +125,6 @@ class ModelChain:
     """A chain or tree that a model drafted.
 
     Attributes:
-        tokens: The tokens.
         ended: Whether the chain ended early: the next token was unlikely, or no token is possible.
         candidates: Tokens of a chain of likeliest tokens, with the one before which it ended.
         probabilities: The model's probabilities of ``candidates``; for a tree the scores of ``tokens``.

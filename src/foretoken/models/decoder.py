@@ -132,9 +132,6 @@ class RunnerModel(Model):
 
         Args:
             plan: its rows.
-            handles: its sequences.
-            drafts: their drafts.
-            taps: see ``Model.score``.
             firsts: position of the first row that this call computes of each sequence.
             earlier: taps of the rows that it has computed before, in order.
         """
@@ -281,7 +278,6 @@ class Decoder(RunnerModel):
         weight_format: str,
         kv_cache_dtype: str,
     ) -> Runner:
-        """Returns a runner for the tensors of a checkpoint."""
         a, dtype, device = source.architecture, self.dtype, self.device
         cache = _cache(config, source.weights, dtype, quantization, weight_format)
         return cached_runner(a, dtype, device, cache, kv_cache_dtype) or build_runner(

@@ -45,7 +45,6 @@ class TargetSpan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         states = 0 if self.states is None else self.states.nbytes
         return self.tokens.nbytes + self.ids.nbytes + self.log_p.nbytes + states
 
@@ -132,7 +131,6 @@ class Learner(ABC):
         return copy.deepcopy((self.module.state_dict(), self._optimizer.state_dict()))
 
     def restore(self, snapshot: Any) -> None:
-        """Restores the weights and optimizer state of a snapshot."""
         self.module.load_state_dict(snapshot[0])
         self._optimizer.load_state_dict(snapshot[1])
 

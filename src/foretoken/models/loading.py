@@ -108,7 +108,6 @@ class OpenedModel:
         weights: its tensors.
         runtime: our class that computes it; None for transformers' module.
         dtype: dtype of weights and activations.
-        device: device of the model.
         weight_bytes: bytes of its weights once they are loaded.
     """
 

@@ -94,7 +94,6 @@ class Resumable(ModelWrapper):
             self._key = None
 
     def release(self, key: int) -> None:
-        """Closes the sequences that are parked under ``key``."""
         released = [handle for name, handle in self._parked if name == key]
         self._parked = [(name, handle) for name, handle in self._parked if name != key]
         for handle in released:
@@ -135,5 +134,4 @@ class Resumable(ModelWrapper):
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the length of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -95,11 +95,7 @@ def encoded(runner: Runner, layers: int, source: Sequence[int]) -> Tensor:
 
 
 class SourceRunner(Runner):
-    """A runner whose slots have sources, each of which is encoded before the slot's first pass.
-
-    Attributes:
-        encoder: the encoder.
-    """
+    """A runner whose slots have sources, each of which is encoded before the slot's first pass."""
 
     encoder: Encoder
     _source_pages: SlotCache  # keys and values of sources, with the same slots as the decoder's
@@ -228,7 +224,6 @@ class EncoderStack(TorchRunner):
         super().__init__(source.architecture, Layers(source), replace(ends, head=unused), dtype, device)
 
     def states(self, source: Sequence[int]) -> Tensor:
-        """Returns the normed states of a source, [source, H]."""
         try:
             return encoded(self, self._architecture.layers, source)
         finally:
@@ -328,7 +323,6 @@ class StackRunner(NativeRunner):
         return self._architecture.first(1).kv_numbers * self._dtype.itemsize
 
     def states(self, source: Sequence[int]) -> Tensor:
-        """Returns the normed states of a source, float32 [source, H]."""
         return encoded(self, self._architecture.layers, source)
 
 

@@ -67,7 +67,6 @@ class HeadStudent(Learner):
     does not.
 
     Args:
-        net: the head.
         taps: the tapped layers of the target.
         learning_rate: learning rate of AdamW.
         batch: spans per update.

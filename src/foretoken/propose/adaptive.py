@@ -81,7 +81,6 @@ class AdaptConfig:
         """Returns the configuration of a value as users write it: True, a share such as 0.1 or "10%", or keys.
 
         Args:
-            value: The value.
             usual: Values of other keys.
 
         Raises:
@@ -163,7 +162,6 @@ class Adaptive(Wrapper):
 
     @property
     def num_rows(self) -> int:
-        """Number of buffered rows."""
         return self._rows
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:

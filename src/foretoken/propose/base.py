@@ -34,7 +34,6 @@ class Needs:
 
     @staticmethod
     def union(needs: Iterable[Needs]) -> Needs:
-        """Returns the combined needs."""
         all_needs = list(needs)
         taps = tuple(sorted({tap for each in all_needs for tap in each.taps}))
         live_steps, logits = (any(getattr(each, name) for each in all_needs) for name in ("live_steps", "logits"))
@@ -140,11 +139,7 @@ class Wrapper(Proposer):
 
 
 class ForwardedMember:
-    """A member of ``Proposer`` that a wrapper reads from its ``inner``, and sets there.
-
-    Args:
-        name: The member's name.
-    """
+    """A member of ``Proposer`` that a wrapper reads from its ``inner``, and sets there."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -76,7 +76,6 @@ class Chain:
         return request_of(law, self.context, budget, draws_of(law, self.stream, budget, self.sampled))
 
     def take(self, chain: ModelChain) -> None:
-        """Takes over a chain that a model drafted at once."""
         self.tokens, self.stopped, self.stacked = chain.candidates or chain.tokens, chain.ended, chain.rows
         self.claims = chain.probabilities
 
@@ -133,7 +132,6 @@ class Chain:
 
 
 def _probability(logits: Tensor, token: int) -> float:
-    """Returns the softmax of logits [V] at ``token``."""
     if logits.device.type != "cpu":  # one number is copied from the device
         return float(logits.float().log_softmax(0)[token].exp())
     scores = logits.float().numpy()  # torch would wake threads that then compete with those of the compiled kernels
@@ -164,7 +162,6 @@ def request_of(
     Args:
         limit: Maximum number of tokens.
         draws: Their sampling by the law; None if it cannot sample them or is greedy.
-        tree: The shape of a tree; None for a chain.
     """
     if not isinstance(law, SamplingLaw) or (draws is None and not law.greedy):
         return None
@@ -188,9 +185,7 @@ class AtOnce(Protocol):
         """Returns the request to the model; None if it cannot draft this."""
         ...
 
-    def take(self, chain: ModelChain) -> None:
-        """Takes over what the model drafted."""
-        ...
+    def take(self, chain: ModelChain) -> None: ...
 
 
 class DraftsChains(Protocol[Opened]):
@@ -216,8 +211,6 @@ def draft_at_once(model: DraftsChains[Opened], active: Sequence[tuple[Opened, At
     """Drafts the chains of all sequences in one call.
 
     Args:
-        model: The draft model or head.
-        active: The sequences and what grows their drafts.
         vocab_size: The target's vocabulary size.
 
     Returns:

@@ -109,7 +109,6 @@ class DSpark(BlockProposer):
 
 
 def build_dspark(config: DSparkConfig, build_context: BuildContext) -> DSpark:
-    """Builds the proposer from the head that "model" names, or the one that comes with the target."""
     model, path = build_context.model, build_context.path
     loaded = load_block("dspark", build_context.target, model, path, config.draft_window)
     if config.confidence_threshold and not loaded.net.head.confident:

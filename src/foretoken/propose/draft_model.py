@@ -143,7 +143,6 @@ class DraftModel(Proposer):
         """Grows the drafts of all sequences, a level with each pass.
 
         Args:
-            active: The sequences and their drafts.
             levels: Maximum depth of each draft.
         """
         if draft_at_once(self.model, active, self.vocab_size):
@@ -204,7 +203,6 @@ class DraftModel(Proposer):
         return handle
 
     def _law(self, context: Context) -> Law:
-        """Returns the request's law at the draft's own temperature, if it has one."""
         own = self.config.draft_temperature
         return context.law if own is None or context.law.greedy else context.law.with_temperature(own)
 
@@ -260,7 +258,6 @@ def check_vocabulary(tokenizer: Any, target_size: int, draft: Path) -> None:
     that was added to it later, needs a padding row in the draft's embedding.
 
     Args:
-        tokenizer: The target's tokenizer.
         target_size: The target's vocabulary size; the tokenizer's ids beyond it are ignored.
         draft: The draft's folder or GGUF file.
 
@@ -287,7 +284,6 @@ def check_vocabulary(tokenizer: Any, target_size: int, draft: Path) -> None:
 
 
 def build(config: DraftMethodConfig, build_context: BuildContext) -> DraftModel:
-    """Builds the proposer from the draft that "model" names."""
     if build_context.model is None:
         raise InvalidRequest("method 'draft_model' needs a draft: pass draft_model= or 'model' in speculative_config")
     draft = resolve(build_context.model)

@@ -79,7 +79,6 @@ class ParallelEagle(Eagle):
 
 
 def build(config: EagleConfig, build_context: BuildContext) -> Eagle:
-    """Builds the proposer from the head that "model" names, or the one that comes with the target."""
     target, model = build_context.target, build_context.model
     loaded = load_eagle(target, build_context.tokenizer, model, build_context.path, config.draft_window)
     able = loaded.net.head.mask_token is not None

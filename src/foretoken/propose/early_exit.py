@@ -43,7 +43,6 @@ class EarlyExitConfig(DraftModelConfig):
 
 
 def build(config: EarlyExitConfig, build_context: BuildContext) -> DraftModel:
-    """Builds the proposer from the trained exit that "model" names, or the target's own norm and head."""
     target = build_context.target
     if not isinstance(target, Decoder):
         raise InvalidRequest(
@@ -126,7 +125,6 @@ class SharedCacheDraft(DraftModel):
 
 
 def build_quantized(config: SelfQuantizedConfig, build_context: BuildContext) -> DraftModel:
-    """Builds the proposer from the target's checkpoint."""
     target, path = build_context.target, build_context.path
     if build_context.model is not None:
         raise InvalidRequest("method 'self_quantized' drafts with the target's own weights; leave 'model' out")

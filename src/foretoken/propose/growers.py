@@ -66,7 +66,6 @@ class GrowthConfig:
         return self.tree == "chain" or (self.tree in ("ranked", "at_once") and drawn)
 
     def steps(self, budget: int, drawn: bool = False) -> int:
-        """Returns the maximum depth of a draft of ``budget`` nodes."""
         return min(budget, self.num_steps or (budget if self.is_chain(drawn) else TREE_STEPS))
 
 
@@ -78,9 +77,7 @@ class Grower(AtOnce, Protocol):
         """Whether nothing is left to score."""
         ...
 
-    def growing(self) -> Draft:
-        """Returns the nodes that the model scores next."""
-        ...
+    def growing(self) -> Draft: ...
 
     def extend(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         """Adds children below the new nodes.
@@ -91,9 +88,7 @@ class Grower(AtOnce, Protocol):
         """
         ...
 
-    def draft(self) -> Draft:
-        """Returns the draft."""
-        ...
+    def draft(self) -> Draft: ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -139,7 +139,6 @@ class HiddenStateProposer(Proposer):
         """Grows the drafts of all sequences, a level with each pass.
 
         Args:
-            active: The sequences and their drafts.
             levels: Maximum depth of each draft.
         """
         if draft_at_once(self.net, active, self.net.vocab_size):
@@ -212,6 +211,5 @@ class HiddenStateProposer(Proposer):
 
 
 def _extend(active: Sequence[tuple[HeadHandle, Grower]], rows: Sequence[Tensor]) -> None:
-    """Gives each grower its logits [new, Vd] over the draft's vocabulary."""
     for (_, grower), logits in zip(active, rows, strict=True):
         grower.extend(logits)

@@ -40,7 +40,6 @@ class Lookup(TextProposer):
 
 
 def build(config: LookupConfig, build_context: BuildContext) -> Lookup:
-    """Builds the proposer, which needs only the text."""
     return Lookup(config)
 
 

@@ -40,7 +40,6 @@ class Matches:
 
     @staticmethod
     def none() -> Matches:
-        """Returns no matches."""
         return _NONE
 
     @staticmethod
@@ -123,7 +122,6 @@ class GrowingText:
         return self._buffer[max(PAD, end - count) : end]
 
     def extend(self, tokens: Sequence[int] | Ids) -> None:
-        """Appends tokens."""
         start = PAD + self._count
         end = start + len(tokens)
         if end + PAD > len(self._buffer):
@@ -175,7 +173,6 @@ class ContextTexts:
         return text
 
     def forget(self, context: Context) -> None:
-        """Drops the text of a finished sequence."""
         self._texts.pop(context.id, None)
 
 

@@ -95,7 +95,6 @@ class Parallel(Proposer):
 
 
 def build(config: MedusaConfig, build_context: BuildContext) -> Parallel:
-    """Builds the proposer from the heads that "model" names, or those that come with the target."""
     target = build_context.target
     folder = find_head("medusa", build_context.model, build_context.path)
     heads = read_medusa(folder)
@@ -115,7 +114,6 @@ class BlockwiseConfig(MedusaConfig):
 
 
 def build_blockwise(config: BlockwiseConfig, build_context: BuildContext) -> Parallel:
-    """Builds the proposer from the heads that "model" names, or those that come with the target."""
     target = build_context.target
     folder = find_head("blockwise", build_context.model, build_context.path)
     heads = read_blockwise(folder)

@@ -57,7 +57,6 @@ class Mtp(HiddenStateProposer):
 
 
 def build(config: MtpConfig, build_context: BuildContext) -> Mtp:
-    """Builds the proposer from the layers that "model" names, or those in the target's checkpoint."""
     loaded = load_mtp(
         build_context.target,
         build_context.tokenizer,
@@ -104,7 +103,6 @@ class Assistant(HiddenStateProposer):
 
 
 def build_assistant(config: AssistantGrowth, build_context: BuildContext) -> Assistant:
-    """Builds the proposer from the assistant that "model" names, or the one that comes with the target."""
     target = build_context.target
     return Assistant(load_assistant(target, build_context.model, build_context.path), target.num_layers, config)
 

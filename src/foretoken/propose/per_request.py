@@ -49,7 +49,6 @@ class PerRequestProposer(Proposer):
         self.name, self.costless, self.learns = first.name, first.costless, first.learns
 
     def of(self, context: Context) -> str:
-        """Returns the name of the member that drafts for ``context``."""
         if context.method is None and context.prediction and self.name not in _JOINS and PREDICTION in self.members:
             return PREDICTION
         if context.method is None and context.depth is not None and self.alone and self.usual == self._first:
@@ -110,7 +109,6 @@ class PerRequestProposer(Proposer):
         return [member for name, member in self.members.items() if name not in self.alone]
 
     def _only_member(self, contexts: Sequence[Context]) -> Proposer | None:
-        """Returns the member that drafts for all contexts; None if there are several."""
         names = {self.of(context) for context in contexts}
         return self.members[names.pop()] if len(names) == 1 else None
 
@@ -250,7 +248,6 @@ def guarded(proposer: Proposer, vocab_size: int) -> FallbackProposer:
 
 
 def _contexts(args: Sequence[Any]) -> Sequence[Context]:
-    """Returns the sequences of a call, which are its first argument."""
     first = args[0] if args else ()
     if isinstance(first, Context):
         return [first]

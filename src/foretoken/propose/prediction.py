@@ -187,7 +187,6 @@ def _reference(context: Context) -> Tokens:
 
 
 def build(config: PredictionConfig, build_context: BuildContext) -> Prediction:
-    """Builds the proposer, which needs only the request's prediction."""
     return Prediction(config)
 
 

@@ -263,7 +263,6 @@ def load_table(path: Path, vocab_size: int) -> NDArray[np.int32]:
 
 
 def build(config: RecyclingConfig, build_context: BuildContext) -> Recycling:
-    """Builds the proposer. "model" may name a saved table to start from."""
     size = build_context.target.vocab_size
     table = None if build_context.model is None else load_table(Path(build_context.model), size)
     return Recycling(size, config, table)

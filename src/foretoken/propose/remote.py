@@ -190,7 +190,6 @@ class Remote(Proposer):
 
     @property
     def num_sessions(self) -> int:
-        """Number of open sessions."""
         return len(self._sessions)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:

@@ -44,7 +44,6 @@ class DraftEndpoint:
         self._send, self._incoming = send, incoming
 
     def send(self, message: bytes) -> None:
-        """Sends a message. Raises Disconnected if the other side has ended."""
         try:
             self._send(message)
         except Exception as error:  # Ray raises many types
@@ -108,7 +107,6 @@ class ActorHost:
         self._endpoint = start_thread(import_module(PROGRAM).serve)
 
     def send(self, message: bytes) -> None:
-        """Sends a message to the worker."""
         self._endpoint.send(message)
 
     def receive(self) -> bytes | None:

@@ -60,7 +60,6 @@ class OpenSession:
         )
 
     def context(self) -> Context:
-        """Returns the context that the worker drafts with."""
         return Context(
             self.session_id,
             list(self.tokens),
@@ -126,7 +125,6 @@ class DraftReply:
         return budget == self.budget or (prefixes and budget < self.budget and len(self.draft) > 0)
 
     def cut(self, budget: int) -> Draft:
-        """Returns the first ``budget`` nodes of a chain."""
         draft = self.draft
         if budget >= len(draft):
             return draft
@@ -167,7 +165,6 @@ _TYPES: dict[str, type[Any]] = {
 
 
 def encode(message: Message) -> bytes:
-    """Returns a message as bytes."""
     chunks: list[bytes] = []
 
     def record(value: Any) -> Any:
@@ -198,5 +195,4 @@ def decode(data: bytes) -> Any:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Returns JSON lists as tuples, recursively."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

@@ -198,7 +198,6 @@ class DraftingWorker:
             self._in_progress = {}
 
     def _draft(self, sessions: Sequence[DraftSession]) -> None:
-        """Drafts after the committed text."""
         for session in sessions:
             self._sync(session)
         self._propose(sessions)
@@ -216,7 +215,6 @@ class DraftingWorker:
         self._propose([session for session, _ in extended])
 
     def _propose(self, sessions: Sequence[DraftSession]) -> None:
-        """Drafts for each session and sends the drafts."""
         if not sessions:
             return
         budgets = [session.budget for session in sessions]  # messages may change them during the call

@@ -225,7 +225,6 @@ class Retrieval(TextProposer):
 
 
 def build(config: RetrievalConfig, build_context: BuildContext) -> Retrieval:
-    """Builds the proposer from the datastore's folder, which "model" names."""
     if build_context.model is None:
         raise InvalidRequest(
             "method 'retrieval' needs a datastore: build one with foretoken build-datastore and name its folder as "

@@ -135,7 +135,6 @@ def make_stop(value: str | Mapping[str, Any] | None, model: Model) -> DraftStop 
 
     Args:
         value: A score's name, or {"rule": name} with its own keys.
-        model: The model that drafts.
 
     Raises:
         InvalidRequest: The name or one of its keys is unknown, or a value is out of range.

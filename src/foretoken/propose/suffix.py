@@ -76,12 +76,10 @@ class SuffixStore:
 
     @property
     def requests(self) -> int:
-        """Number of outputs."""
         return sum(segment.requests for segment in self._segments)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return sum(segment.text.nbytes for segment in self._segments)
 
     @property
@@ -186,26 +184,21 @@ class SuffixStores:
 
     @property
     def requests(self) -> int:
-        """Number of outputs."""
         return self._requests
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return sum(store.nbytes for store in self._stores.values())
 
     @property
     def segments(self) -> int:
-        """Number of segments of all stores."""
         return sum(store.segments for store in self._stores.values())
 
     @property
     def scopes(self) -> int:
-        """Number of stores that hold outputs."""
         return len(self._stores)
 
     def add(self, tokens: Sequence[int], cache_salt: str | None = None) -> None:
-        """See ``SuffixStore.add``."""
         store = self._stores.pop(cache_salt, None)
         if store is None:
             store = self._new()
@@ -368,7 +361,6 @@ def best_match(matches: Matches, budget: int, config: SuffixConfig, incumbent: _
 
 
 def build(config: SuffixConfig, build_context: BuildContext) -> Suffix:
-    """Builds the proposer, which needs only the text."""
     return Suffix(config)
 
 

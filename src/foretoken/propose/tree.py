@@ -125,7 +125,6 @@ class Growth:
         return tuple(reversed(tokens))
 
     def advance(self, frontier: Sequence[int]) -> None:
-        """Sets the next frontier."""
         self.frontier = list(frontier)
         self.scored += self.frontier
 

@@ -331,7 +331,6 @@ class Auto(Union):
 
     @property
     def alone(self) -> dict[str, Proposer]:
-        """The model's own proposer, by the name of its method."""
         return {self.model.name: Union([self.model], self.policy, self.model.name)} if self.model else {}
 
 
@@ -341,7 +340,6 @@ class AutoConfig:
 
 
 def around(model: UnionMember | None, build_context: BuildContext) -> Auto:
-    """Returns the union of copied text and ``model``."""
     members = [*build_sources(COPIES, build_context), *([model] if model else [])]
     return Auto(members, build_context.policy, AUTO)
 
@@ -383,7 +381,6 @@ class MixtureConfig:
 
 
 def build_mixture(config: MixtureConfig, build_context: BuildContext) -> Union:
-    """Builds the union of the members."""
     return Union(build_sources(config.members, build_context), build_context.policy, "mixture")
 
 

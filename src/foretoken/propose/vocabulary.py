@@ -286,7 +286,6 @@ def _draft_id(target: Pieces, draft: Pieces, token: int, vocab_size: int) -> int
 
 
 def build(config: VocabularyConfig, build_context: BuildContext) -> Vocabulary:
-    """Builds the proposer from the draft that "model" names, with the tokenizer in its folder."""
     if build_context.model is None:
         raise InvalidRequest("method 'vocabulary' needs a draft: pass draft_model= or 'model' in speculative_config")
     if build_context.target.takes_source:

@@ -152,7 +152,6 @@ class Described:
 
     Attributes:
         config: config.json.
-        architecture: its architecture.
         name: the name in GGUF.
         tokenizer: the tokenizer, or None for a file without.
         ends: ids of the tokens that end a text.
@@ -291,7 +290,6 @@ def encoded(tensor: Tensor, kind: GGMLQuantizationType, rounding: Rounding) -> N
 
 
 def decoded(data: NDArray[Any], kind: GGMLQuantizationType) -> Tensor:
-    """Returns the values of ``encoded`` data, float32."""
     if kind in FLOATS:
         return torch.from_numpy(data).view(FLOATS[kind]).float()
     return torch.from_numpy(gguf.dequantize(data, kind))

@@ -263,9 +263,7 @@ def stream(
     """Passes all tensors to the writer, and the text through each layer.
 
     Args:
-        model: the source.
         writer: takes the tensors, and returns the values that the next layers see.
-        text: the calibration text; None for none.
         lm_head: whether a tied head is written besides the embedding.
         progress: see ``quantize_checkpoint``.
 

@@ -62,7 +62,6 @@ class Classifier(nn.Module):
         self.deviation.copy_(x.std(0, correction=0).clamp_min(1e-3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns log-odds of acceptance, [N]."""
         odds: Tensor = self.down(F.silu(self.up((x - self.mean) / self.deviation)))
         return odds[:, 0]
 

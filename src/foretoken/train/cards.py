@@ -171,7 +171,6 @@ def _card(
 
 
 def table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Returns the lines of a table."""
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
@@ -190,7 +189,6 @@ def acceptance_note(tokens: str) -> list[str]:
 
 
 def trained_by(commands: Sequence[str]) -> list[list[str]]:
-    """Returns the paragraphs about the commands and the licence."""
     licence = f"Weights: Apache-2.0. Settings, versions and the curve of the run: `{PROVENANCE}`."
     return [["Trained by"], [f"    {command}" for command in commands], [licence]]
 
@@ -228,7 +226,6 @@ def _position_rows(what: str, figures: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def corpus_lines(corpus: str) -> list[str]:
-    """Returns the lines about the training text."""
     origin = f"Trained on {corpus}."
     if "standard library" in corpus:
         origin = f"Trained on the source of the {corpus}, which is under the PSF licence; its tests were excluded."

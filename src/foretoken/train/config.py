@@ -58,7 +58,6 @@ class RunOptions:
 
     @property
     def path(self) -> Path:
-        """The absolute path of the output."""
         return self.out.expanduser().absolute()
 
 
@@ -385,7 +384,6 @@ class HeadKind:
 
     @property
     def config(self) -> TrainConfig:
-        """The default training configuration."""
         return replace(HEAD_CONFIG, learning_rate=self.learning_rate)
 
 

@@ -61,13 +61,11 @@ class FrozenTarget:
 
     @property
     def embeddings(self) -> Tensor:
-        """Input embeddings, [V, H]."""
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
     @property
     def head(self) -> Tensor:
-        """Vocabulary head, [V, H]."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -91,12 +89,10 @@ class FrozenTarget:
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        """Returns logits [B, T, V] of ids [B, T]."""
         logits: Tensor = self.model(ids.to(self.device), use_cache=False).logits
         return logits
 
     def batch(self, ids: Tensor, states: Tensor, layers: tuple[int, ...]) -> TrainBatch:
-        """Returns a training batch of this target."""
         return TrainBatch(ids, states, layers, self.embeddings, self.head, self.softcap)
 
     def _check(self) -> None:
@@ -139,7 +135,6 @@ class TrainBatch:
         return self.states[:, :, -1]
 
     def embedded(self) -> Tensor:
-        """Returns the embeddings of the tokens, [B, T, H]."""
         return F.embedding(self.ids, self.embeddings)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -148,7 +143,6 @@ class TrainBatch:
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     def target_logits(self) -> Tensor:
-        """Returns the target's logits after each token, [B, T, V]."""
         return self.logits(self.last())
 
     @torch.no_grad()
@@ -224,7 +218,6 @@ class HiddenStateDataset:
         return self.target.batch(ids, torch.cat(chunks), self.layers)
 
     def batches(self, batch: int, seed: int, start: int) -> Iterator[TrainBatch]:
-        """Yields endless batches, see ``shuffled``."""
         for rows in shuffled(len(self), batch, seed, start):
             yield self.batch(rows.tolist())
 

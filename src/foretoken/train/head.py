@@ -66,11 +66,9 @@ class Head(nn.Module, ABC):
         self.load_state_dict({name: value.float() for name, value in tensors.items()})
 
     def tensors(self, target: FrozenTarget) -> dict[str, Tensor]:
-        """Returns the checkpoint."""
         return self.weights()
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the state_dict in bfloat16."""
         return {name: value.detach().cpu().bfloat16().contiguous() for name, value in self.state_dict().items()}
 
 

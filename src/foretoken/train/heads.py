@@ -81,7 +81,6 @@ def train_head(
         target: Folder or GGUF file of the target.
         settings: Settings of the head, by default those of its role. With ``start``, fields that have their default
             are that head's sizes.
-        data: Settings of data and loss.
         dataset: Folder of text and hidden states, which are reused or created there and kept. None removes them after
             the run.
         hold: Trains the target too, with this weight of the penalty on changes of its distribution, and writes it to
@@ -140,7 +139,6 @@ def _arguments(settings: Any, data: HeadConfig, earlier: EarlierHead | None, hol
 
 
 def _check_window(head: Head, config: TrainConfig) -> None:
-    """Raises InvalidRequest if windows are too short for the tokens that the head predicts."""
     if head.depths + 2 > config.window:
         raise InvalidRequest(
             f"windows of {config.window} tokens are too short for a head that predicts {head.depths}; expected at "
@@ -225,11 +223,9 @@ class HeadTraining:
     """The batches, loss, evaluation and files of a head.
 
     Args:
-        head: The head.
         datasets: Windows with hidden states: "train", and those that the target sampled at temperatures 0 and 1.
         text: Held-out windows of the corpus, [N, T], for the loss of a target that is trained too.
         data: Settings of the loss.
-        hold: See ``train_head``.
 
     Attributes:
         model: The module that is trained.
@@ -298,7 +294,6 @@ class CoTrained(nn.Module):
         self.softcap = target.softcap
 
     def live(self, target: FrozenTarget) -> FrozenTarget:
-        """Returns ``target`` with the present weights."""
         now = copy.copy(target)
         now.adopt(self.target)
         return now

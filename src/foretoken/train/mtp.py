@@ -52,7 +52,6 @@ class MtpHead(Head):
 
     @property
     def layer(self) -> HybridLayer:
-        """The decoder layer."""
         layer = self.mtp.layers[0]
         assert isinstance(layer, HybridLayer)
         return layer

@@ -28,17 +28,14 @@ def joined(device: torch.device) -> Iterator[torch.device]:
 
 
 def rank() -> int:
-    """Returns this process's rank, 0 without a group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
-    """Returns the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def wait() -> None:
-    """Waits for all processes."""
     if world() > 1:
         dist.barrier()
 

@@ -106,7 +106,6 @@ class TrainingRun:
             arguments: Arguments of ``foretoken train`` that reproduce the run, but those of the training configuration.
             corpus: Name of the corpus.
             save: Writes the weights to a folder.
-            option: Name of the option for the corpus.
             facts: Further entries of the provenance.
         """
         trainer, config = self._trainer, self.config
@@ -152,6 +151,5 @@ def _revision() -> str | None:
 
 
 def _device(model: nn.Module) -> str:
-    """Returns "cpu", or the GPU's name."""
     device = next(model.parameters()).device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

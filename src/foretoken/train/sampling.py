@@ -53,7 +53,6 @@ class ModelSteps:
         return torch.cat([score.logits for score in scores])
 
     def close(self) -> None:
-        """Frees the KV cache."""
         for handle in self.handles:
             self.model.close(handle)
         self.handles = []

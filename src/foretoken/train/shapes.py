@@ -20,7 +20,6 @@ class ModelShape(Settings):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Returns the sizes of a model with this config.json."""
         return cls(**{f.name: config[f.name] for f in fields(cls)})
 
 
@@ -131,7 +130,6 @@ class HybridShape(ModelShape):
 
     @property
     def layer_types(self) -> list[str]:
-        """Returns the token mixer of each layer."""
         return ["linear_attention" if (n + 1) % 4 else "full_attention" for n in range(self.num_hidden_layers)]
 
     def config(self, vocab: int, end: int) -> dict[str, Any]:

@@ -41,7 +41,6 @@ class StackedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step."""
         for group in self.param_groups:
             shapes: dict[torch.Size, list[Tensor]] = {}
             for parameter in group["params"]:
@@ -163,7 +162,6 @@ class Trainer:
     """Trains a model in place. Under torchrun every process has its own batches, and all take the same steps.
 
     Args:
-        model: The model.
         config: Length of the run, learning rate and batches.
         checkpoint: File from which ``resume`` continues.
         score: Compares evaluations. ``config.patience`` needs it.
@@ -232,7 +230,6 @@ class Trainer:
             ) from error
 
     def progress(self) -> float:
-        """Returns the finished fraction of the run, from 0 to 1."""
         if self.config.minutes is not None:
             return min(1.0, self.elapsed / (self.config.minutes * 60))
         return min(1.0, self.step / self.config.steps)

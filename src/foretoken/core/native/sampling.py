@@ -104,7 +104,6 @@ class TokenRow(Structure):
     """All that is read of a row of logits: its token, log-probabilities and the most probable tokens.
 
     Attributes:
-        logits: The row.
         changes: Address of its ``Adjustment``; None for none.
         below: Address of its ``DraftNodes``; None for none.
         ids: Address of the tokens whose noise a race takes; None for those of the logits.
@@ -112,7 +111,6 @@ class TokenRow(Structure):
         noise: See ``Noise.bits``; with a position the ``streams.purpose_key`` of the draw at index 0.
         position: Number of tokens that were generated before the step; -1 for noise that is complete.
         index: Depth of the row below it, which addresses its number.
-        source: A ``TokenSource``.
         top_count: Number of most probable tokens that are listed; -1 to compute no log-probabilities.
         top_ids: Result: the most probable tokens of the unchanged logits, lower ids first on ties.
         top_logprobs: Result: their log-probabilities.

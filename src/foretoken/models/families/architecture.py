@@ -217,7 +217,6 @@ class Architecture:
 
     @property
     def recurrent_layers(self) -> int:
-        """Number of layers with a recurrent mixer, which have a state."""
         return sum(layer.recurrent is not None for layer in self.stack)
 
     @property

@@ -21,14 +21,11 @@ class ExpertNames:
     """The names of a layer's tensors, below ``model.layers.N.``.
 
     Attributes:
-        router: the router.
         correction: bias of its scores for choosing experts.
         experts: the experts; below it a number, then ``up`` and ``down``.
         up: gate and up, or up alone if experts are not gated.
-        down: down.
         shared: the shared expert; below it ``shared_up`` and ``shared_down``.
         shared_up: its gate and up, one matrix of both, or up alone.
-        shared_down: its down.
     """
 
     router: str = "mlp.gate"
@@ -83,7 +80,6 @@ class Experts:
         best_two: whether a group is scored by the sum of its best two experts; else by its best one.
         shared: inner size of the shared expert, whose output every row adds; 0 for none.
         shared_gate: whether that output is multiplied by the sigmoid of a product of the row.
-        biased: whether router and experts have biases.
         scaled_inputs: whether a weight multiplies the expert's input instead of its output (Llama 4).
         inputs_first: whether stacks of experts are stored as [experts, in, out].
         gated: whether experts and the shared expert are gated MLPs; otherwise down(activation(up)).
@@ -397,7 +393,6 @@ def _experts(family: ExpertFamily, c: ExpertsConfig, config: Mapping[str, Any]) 
 
 
 def _count(c: Mapping[str, Any]) -> int | None:
-    """Returns the number of experts, by any of its names; None if no field has it."""
     return next((c[name] for name in _COUNTS if c.get(name) is not None), None)
 
 

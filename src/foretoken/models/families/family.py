@@ -24,7 +24,6 @@ class TensorNames:
         base: prefix of all names but the head's; a checkpoint of the bare model has none.
         layer: prefix of a layer's names, which are relative to it.
         positions: table of learned positions; None for none.
-        embedding_norm: norm of the embeddings; None for none.
         last_norm: norm after the last layer; None for none.
         qkv: queries, keys and values, or one matrix of them all.
         by_group: whether that matrix has, for each head of keys, its queries, its keys and its values; otherwise all
@@ -86,7 +85,6 @@ def supported(config: Config) -> str | None:
 
 
 def all_full(config: Config) -> list[str]:
-    """Returns full attention for each layer."""
     return [FULL] * config["num_hidden_layers"]
 
 

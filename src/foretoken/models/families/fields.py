@@ -192,7 +192,6 @@ def gpt2(c: Config) -> dict[str, Any]:
 
 
 def gpt_bigcode(c: Config) -> dict[str, Any]:
-    """GPTBigCode (StarCoder 1)."""
     return gpt2(c) | {"kv_heads": 1 if c["multi_query"] else c["num_attention_heads"]}
 
 
@@ -237,7 +236,6 @@ def mpt(c: Config) -> dict[str, Any]:
 
 
 def bidirectional(c: Config) -> str | None:
-    """Refuses Gemma 3 as an encoder."""
     return "use_bidirectional_attention" if c.get("use_bidirectional_attention") else None
 
 
@@ -249,7 +247,6 @@ def opt_refuses(c: Config) -> str | None:
 
 
 def ernie4_5_moe_refuses(c: Config) -> str | None:
-    """Refuses biases of experts."""
     return "use_bias" if c.get("use_bias") else None
 
 
@@ -260,7 +257,6 @@ def gpt2_refuses(c: Config) -> str | None:
 
 
 def bloom_refuses(c: Config) -> str | None:
-    """Refuses residuals taken after the norm."""
     name = "apply_residual_connection_post_layernorm"
     return name if c.get(name) else None
 
@@ -280,7 +276,6 @@ def _rotating(c: Config) -> list[int]:
 
 
 def _mpt_attention(c: Config) -> dict[str, Any]:
-    """Returns MPT's ``attn_config`` with its defaults."""
     return _MPT | {name: value for name, value in (c.get("attn_config") or {}).items() if value is not None}
 
 

@@ -57,7 +57,6 @@ class LayerKind:
 
     @property
     def mixes(self) -> bool:
-        """Whether there is a token mixer."""
         return self.attention or self.recurrent is not None
 
 
@@ -73,7 +72,6 @@ class HeadSizes:
 
     @property
     def numbers(self) -> int:
-        """Elements of one token's keys and values."""
         return 2 * self.kv_heads * self.head_dim
 
 

@@ -63,7 +63,6 @@ class Recurrence:
 
     @property
     def gate_factor(self) -> float:
-        """Factor of the output's gate."""
         return self.factors.input * self.factors.gate
 
     @property
@@ -100,7 +99,6 @@ def delta(c: Mapping[str, Any]) -> Recurrence:
 
 
 def short_convolution(c: Mapping[str, Any]) -> Recurrence:
-    """Returns the sizes of the convolutions of an LFM2."""
     return Recurrence(window=c["conv_L_cache"] - 1, channels=c["hidden_size"], out=c["hidden_size"], paired=True)
 
 
@@ -196,7 +194,6 @@ def falcon_refuses(c: Mapping[str, Any]) -> str | None:
 
 
 def bounded_steps(c: Mapping[str, Any]) -> str | None:
-    """Refuses bounds of Mamba's steps."""
     unbounded = {"__float__": "Infinity"}, math.inf  # as transformers writes it
     low, high = c.get("time_step_limit") or (0.0, math.inf)
     return None if low == 0.0 and high in unbounded else "bounds of the steps of Mamba-2"

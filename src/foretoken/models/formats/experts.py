@@ -104,7 +104,6 @@ def _separate(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[M
 
 
 def _biases(reader: TensorReader, sizes: Iterable[tuple[str, int]], e: Experts) -> tuple[Tensor, ...]:
-    """Returns biases of all experts by names and sizes; nothing if the experts have none."""
     if not e.biased:
         return ()
     return tuple(reader.shaped(name, (e.count, size)).to(reader.dtype) for name, size in sizes)

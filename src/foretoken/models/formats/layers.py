@@ -262,7 +262,6 @@ def read_ends(source: Source, shared: Matrix | None = None) -> Ends:
 
 
 def _embedding(source: Source, reader: TensorReader) -> tuple[Matrix, Matrix]:
-    """Returns embedding and head."""
     a = source.architecture
     name = reader.base + a.names.embedding
     stored: Matrix = reader.grouped(name) or reader.get(f"{name}.weight")

@@ -17,7 +17,6 @@ from foretoken.models.formats.weights import LatentWeights, LinearWeights, Matri
 
 
 def slices(matrix: Matrix, ranges: Sequence[tuple[int, int]]) -> Iterator[Matrix]:
-    """Yields ranges of a matrix's outputs."""
     for first, last in ranges:
         if isinstance(matrix, Grouped):
             yield matrix.part(first, last)

@@ -103,7 +103,6 @@ class PackedMatrix:
         return Grouped(self.shape, layout, rows)
 
     def dequantize(self) -> Tensor:
-        """Returns the weights, float32 [out, in]."""
         values = torch.empty(self.shape)
         groups = torch.arange(self.shape[1]) // self.layout.group if self.group_of is None else self.group_of
         for first, last in strips(self.shape):
@@ -122,8 +121,6 @@ class PackedWeights(StoredTensors):
 
     Args:
         weights: the stored tensors.
-        shapes: their shapes.
-        s: their packing.
 
     Raises:
         ModelLoadError: the tensors of a matrix do not belong together.
@@ -172,7 +169,6 @@ def _plain(stem: str, method: str) -> str:
 
 
 def _compressed(weights: Mapping[str, Tensor], stem: str, s: PackedSettings) -> PackedMatrix:
-    """Reads a matrix as compressed-tensors packs it."""
     name = f"{stem}.weight_packed"
     out, inputs = (int(size) for size in weights[f"{stem}.weight_shape"])
     packed, scales = weights[name], weights[f"{stem}.weight_scale"]

@@ -57,7 +57,6 @@ class Fp8Weights(StoredTensors):
 
     @property
     def scaled(self) -> bool:
-        """Whether any matrix has scales."""
         return bool(self._scales)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -37,7 +37,6 @@ class GroupLayout:
         group: number of consecutive inputs that share a scale; a multiple of 16.
         zero: zero point, subtracted from every level; the difference fits into int8.
         levels: the level of each code, 0 to 255; None if it is the code itself.
-        offsets: whether groups have offsets.
         block: number of groups that share the outer scale (and offset) of ``TwoLevels``; 1 for one level.
         half: whether scales and offsets, if they have one level, are exact in float16.
     """
@@ -92,7 +91,6 @@ class Groups:
         return Groups(self.codes[outputs], self.scales[outputs], offsets)
 
     def dequantize(self, layout: GroupLayout) -> Tensor:
-        """Returns the weights, float32 [outputs, in]."""
         inputs = self.codes.shape[1]
         levels = self.codes if layout.levels is None else torch.tensor(layout.levels)[self.codes.long()]
         weights = F.pad(levels.float() - layout.zero, (0, -inputs % layout.group)).unflatten(1, (-1, layout.group))
@@ -119,13 +117,10 @@ class Grouped:
 
     @staticmethod
     def of(groups: Groups, layout: GroupLayout) -> Grouped:
-        """Returns a matrix in memory."""
-
         shape = groups.codes.shape[0], groups.codes.shape[1]
         return Grouped(shape, layout, lambda first, last: groups[first:last])
 
     def part(self, first: int, last: int) -> Grouped:
-        """Returns the matrix of outputs ``first`` to ``last``."""
         return Grouped((last - first, self.shape[1]), self.layout, lambda a, b: self.rows(first + a, first + b))
 
     def every(self, step: int, first: int) -> Grouped:
@@ -158,7 +153,6 @@ class Grouped:
 
     @staticmethod
     def cat(parts: Sequence[Grouped]) -> Grouped:
-        """Concatenates matrices along their outputs."""
         parts = joinable(parts)
         if len(parts) == 1:
             return parts[0]
@@ -181,7 +175,6 @@ class Grouped:
         return self
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the weights [out, in] in ``dtype``."""
         values = torch.empty(self.shape, dtype=dtype)
         for first, last in strips(self.shape):
             values[first:last] = self.rows(first, last).dequantize(self.layout)
@@ -197,7 +190,6 @@ class GroupedWeights(Protocol):
 
 
 def flat(numbers: Tensor | TwoLevels) -> Tensor:
-    """Returns a float32 for each output and group."""
     if isinstance(numbers, Tensor):
         return numbers
     groups, blocks = numbers.parts.shape[1], numbers.wholes.shape[1]
@@ -325,7 +317,6 @@ class Int8:
 
     @staticmethod
     def cat(parts: Sequence[Int8]) -> Int8:
-        """Concatenates matrices along their outputs."""
         if len(parts) == 1:
             return parts[0]
         return Int8(torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts]))
@@ -360,7 +351,6 @@ class Quantizer:
         return self.bits + (16 / self.group if self.group else 0)
 
     def __call__(self, weight: Tensor) -> Matrix:
-        """Returns a weight [out, in] of any float dtype quantized."""
         return quantize(weight) if self.group is None else quantize_groups(weight, self.group, self.bits)
 
 

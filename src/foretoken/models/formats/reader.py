@@ -71,7 +71,6 @@ class TensorReader:
     head: str = "lm_head"
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        """Returns the weight of a linear layer, [rows, columns]."""
         return self.parts((name,), rows, columns)[0]
 
     def parts(self, names: tuple[str, ...], rows: int, columns: int) -> tuple[Matrix, ...]:
@@ -109,7 +108,6 @@ class TensorReader:
         return torch.cat([converted(f"{name}.bias", b, self.dtype) for name, b in zip(names, biases, strict=True)])
 
     def norm(self, name: str, size: int) -> Tensor:
-        """Returns the weight of a norm, float32 [size]."""
         return self.floats(f"{name}.weight", (size,)).add_(self.norm_offset)
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -131,7 +131,6 @@ class PlainTokenizer:
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the library tokenizers."""
         return self._fast
 
     @cached_property

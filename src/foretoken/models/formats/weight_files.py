@@ -91,7 +91,6 @@ class SafetensorsFile:
     """A safetensors file, which is checked on construction.
 
     Attributes:
-        path: the file.
         tensors: stored tensors by name.
     """
 
@@ -139,7 +138,6 @@ class StoredTensors(Mapping[str, Tensor]):
 
     Attributes:
         shapes: the shape of each tensor by name, known without reading it.
-        files: the files.
         nbytes: bytes of all tensors as they are stored, if the compiled kernels keep them so; None if they do not.
     """
 

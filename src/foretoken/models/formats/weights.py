@@ -100,7 +100,6 @@ class LatentWeights(Generic[LinearT, StackT]):
         into: makes the queries or their latent, then the latent of keys and values, then the rotary key.
         query_norm: norm of the queries' latent; None if they have none.
         query_up: from their latent to queries; or None.
-        latent_norm: norm of the latent, [rank].
         absorb: for each head, from a query's plain part to a vector that is multiplied by latents, [rank, plain].
         expand: for each head, from a mix of latents to a value, [value, rank].
         out: the last matrix.
@@ -159,9 +158,7 @@ class ExpertWeights(Generic[LinearT, StackT]):
         router: [experts, H], float32 or bfloat16, with a float32 bias.
         correction: float32 [experts], added to the scores that choose experts; or None.
         up: gate and up of each expert, or up without gate.
-        down: down of each expert.
         shared_up: gate and up of the shared expert; None for none.
-        shared_down: its down, or None.
         shared_gate: float32 [H], or None.
         router_norm: norm of the router's input, [H]; None if its input is that of the experts.
         expert_scales: factors of the experts' weights, float32 [experts]; or None.
@@ -267,7 +264,6 @@ class Entry:
         fused_layers: number of these layers.
         fuses_embedding: whether ``fusion`` [H, 2H] makes the residual stream from [norm(embedding), norm(features)]
             (MTP, 2412.19437; EAGLE-1, 2401.15077).
-        fusion_norms: these norms; None for none.
     """
 
     joined: bool = False

@@ -88,7 +88,6 @@ class AssistantHead:
 
 
 def is_assistant(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config.json describes an assistant."""
     return config.get("model_type") in ASSISTANTS
 
 
@@ -165,10 +164,7 @@ class QueryOnlyRunner(NativeRunner):
     All rows of a plan's part see the ``first`` rows of its slot; they write nothing.
 
     Args:
-        architecture: architecture of the layers, each with a ``source``.
-        layers: their weights.
         ends: embedding, last norm and vocabulary head.
-        dtype: dtype of the computation, equal to that of ``target``.
         target: the runner of the model whose cache is read.
         sources: for each layer the target's layer whose keys and values it reads; their sizes are equal.
 

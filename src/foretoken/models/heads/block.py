@@ -95,7 +95,6 @@ class BlockHead:
         taps: tapped layers of the target, as indices of their inputs.
         ordered: for each layer, whether rows see no later rows of their block.
         causal: whether it is a JetSpec head, whose layers are all ordered.
-        target_hidden: hidden size of the target.
         vocab: size of the target's vocabulary.
         draft_vocab: size of the head's vocabulary.
         gated: whether the Markov head's vector of the previous token is gated by the row's state.
@@ -148,7 +147,6 @@ class BlockHead:
 
     @property
     def confident(self) -> bool:
-        """Whether there is a confidence head."""
         return "confidence_head.proj.weight" in self.tensors
 
     def ids(self) -> Tensor:
@@ -178,7 +176,6 @@ def read_block(path: Path) -> BlockHead:
 
 
 def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns all settings on one level."""
     where = str(path / "config.json")
     parse(BlockSections, config, where)
     kind = config.get("speculators_model_type")

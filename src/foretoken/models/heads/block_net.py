@@ -149,11 +149,9 @@ class BlockNet(FeatureNet):
         return list(tokens[:-1])
 
     def _run(self, plan: PassPlan, outputs: bool = False) -> Pass:
-        """Writes keys and values of features."""
         return self._injector.run(plan, (), False)
 
     def _inject(self, handles: Sequence[HeadHandle]) -> None:
-        """Writes the rows of all pending features."""
         for handle in handles:
             self.prefill(handle, JOINT_ROWS)
         behind = [handle for handle in handles if handle.pending]
@@ -169,7 +167,6 @@ class BlockNet(FeatureNet):
     # blocks
 
     def _blocks(self, handles: Sequence[HeadHandle]) -> PassPlan:
-        """Returns the pass over the blocks of all sequences."""
         block, depth = self.head.block, self.head.depth
         parts = [Part(h.slot, h.cached, block, h.cached + block, Draft.empty(), mutual=True) for h in handles]
         outputs = [i * block + row for i in range(len(handles)) for row in range(block - depth, block)]
@@ -183,7 +180,6 @@ class BlockNet(FeatureNet):
         )
 
     def _predict(self, handles: Sequence[BlockHandle]) -> None:
-        """Runs one pass over the blocks of all sequences."""
         plan, depth = self._blocks(handles), self.head.depth
         result = self._runner.run(plan, (self._state,), self._unembed is None)
         states = result.taps[self._state][plan.output_rows]

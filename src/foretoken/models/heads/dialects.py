@@ -29,7 +29,6 @@ def write_eagle(
     """Returns ``head`` in the format ``dialect``.
 
     Args:
-        dialect: one of ``EAGLE_DIALECTS``.
         taps: indices of the inputs of the tapped layers; None for the head's.
         verifier: the target's name or folder, which the speculators format contains.
 
@@ -119,7 +118,6 @@ def _speculators(head: EagleHead, inputs: tuple[int, ...] | None, verifier: str 
 
 
 def _proposal(algorithm: str, tokens: int, verifier: str) -> dict[str, Any]:
-    """Returns ``speculators_config`` of speculators' config.json."""
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
@@ -142,7 +140,6 @@ def write_block(head: BlockHead, dialect: str, vocabulary: Tensor | None = None,
     """Returns ``head`` in the layout ``dialect``.
 
     Args:
-        dialect: one of ``BLOCK_DIALECTS``.
         vocabulary: the target's vocabulary head [V, H], for a head without its own.
         verifier: the target's name or folder, which the layout of speculators contains.
 

@@ -80,7 +80,6 @@ class EagleHead:
         version: 3, or 1 for EAGLE-1 and 2.
         layer: sizes and rotary settings by the names of Llama's config.json.
         layers: number of layers.
-        target_hidden: hidden size of the target.
         vocab: size of the target's vocabulary.
         draft_vocab: size of the head's vocabulary.
         tensors: tensors by their names in vLLM, with ``layers.0`` for ``midlayer``.
@@ -220,7 +219,6 @@ def _target_hidden(flat: Mapping[str, Any], tapped: int, version: int) -> int:
 
 
 def _shapes(head: EagleHead) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the required tensors by name."""
     h, v3 = head.hidden, head.version == 3
     shapes: dict[str, tuple[int, ...]] = {}
     count = len(head.taps) if head.taps else 3
@@ -307,7 +305,6 @@ class EagleNet(FeatureNet):
 
     @property
     def embedding(self) -> Tensor:
-        """The embedding of the target's tokens, [V, H]."""
         return self._embedding
 
     def like(self, head: EagleHead) -> EagleNet:

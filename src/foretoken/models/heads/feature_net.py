@@ -75,7 +75,6 @@ class DraftNet(ABC):
 
     @property
     def drafts_chains(self) -> bool:
-        """Whether ``chains`` may be called."""
         return False
 
     def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
@@ -91,7 +90,6 @@ class DraftNet(ABC):
         return logits
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Returns the target's token ids for the draft's."""
         return ids
 
     @abstractmethod
@@ -278,7 +276,6 @@ class FeatureNet(DraftNet):
         """Returns the input of a pass over all pending rows: their features, or the states that it makes them from.
 
         Args:
-            handles: the sequences.
             between: features of rows behind those of each sequence.
         """
         taps = [rows for handle in handles for rows in handle.taps]
@@ -298,7 +295,6 @@ class FeatureNet(DraftNet):
         """Computes all pending rows and, in the same pass, rows of mask tokens behind them, which are not kept.
 
         Args:
-            handles: the sequences.
             masks: a chain of mask tokens for each.
             feature: the features [1, H] of a mask token; None if there are none.
 

@@ -76,8 +76,6 @@ class HeadAttention(nn.Module):
     Args:
         inputs: Width of the input.
         shape: The target's configuration, whose numbers of heads are the defaults.
-        heads: Attention heads.
-        kv_heads: Key-value heads.
         queries: 2 if the query projection has a gate after each query, else 1.
         norm: Norm of queries and keys.
     """
@@ -175,12 +173,10 @@ def rotated_fraction(shape: Any) -> float:
 
 
 def weights_of(layer: nn.Module | None) -> dict[str, Tensor]:
-    """Returns the parameters of a layer by name; none for None."""
     return {} if layer is None else dict(layer.named_parameters())
 
 
 def copy_if_fits(weight: Tensor, given: Tensor | None) -> None:
-    """Copies ``given`` to ``weight`` if it has the same shape."""
     if given is not None and given.shape == weight.shape:
         weight.copy_(given)
 
@@ -216,11 +212,9 @@ class HeadLayer(nn.Module):
 
     @property
     def stream_norm(self) -> RmsNorm:
-        """The norm of the residual stream before the attention."""
         return self.input_layernorm
 
     def attention_input(self, embedded: Tensor | None, hidden: Tensor) -> Tensor:
-        """Returns the normed input of the attention."""
         return self.stream_norm(hidden)
 
     def forward(self, embedded: Tensor | None, hidden: Tensor, *attended: Any) -> Tensor:
@@ -287,7 +281,6 @@ class FusedTaps(nn.Module):
         return unroll(output, embedded, self.fc(states), depths)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of outputs [..., H]."""
         logits: Tensor = self.lm_head(hidden if self.normed else self.norm(hidden))
         return logits
 

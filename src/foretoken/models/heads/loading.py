@@ -60,7 +60,6 @@ def load_eagle(
     """Loads an EAGLE head and checks it against the target.
 
     Args:
-        tokenizer: the target's tokenizer, or None.
         model: folder or hub id of the head; None for the target's.
         window: number of tokens that attention sees at most; None for the head's own window.
 
@@ -201,7 +200,6 @@ def load_mtp(
     """Loads MTP layers and checks them against the target.
 
     Args:
-        tokenizer: the target's tokenizer, or None.
         model: folder or hub id of the layers; None for those in the target's checkpoint or beside it.
         normed: whether they read the target's hidden state after the final norm; None to measure it.
         chained_normed: whether they read their own output after the last norm; None to measure it.

@@ -230,7 +230,6 @@ def read_blockwise(path: Path) -> BlockwiseHeads:
 
 
 def write_blockwise(heads: BlockwiseHeads) -> Written:
-    """Returns config.json and tensors of a checkpoint."""
     tensors: dict[str, Tensor] = {}
     for i, head in enumerate(heads.heads):
         tensors |= {

@@ -36,8 +36,6 @@ class MtpLayout:
 
     Attributes:
         layer: prefix of the decoder layer's names.
-        embedding_norm: norm of embeddings.
-        hidden_norm: norm of hidden states.
         projection: the matrix of both, [H, 2H].
         norm: norm before the vocabulary head, which may be the target's.
         hidden_first: whether the projection's input has the hidden state first.

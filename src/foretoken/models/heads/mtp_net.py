@@ -91,7 +91,6 @@ class StackHandle(HeadHandle):
 
     @property
     def layers(self) -> list[HeadHandle]:
-        """The sequence in every layer."""
         return [self, *self.deeper]
 
 

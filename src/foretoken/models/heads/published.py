@@ -56,7 +56,6 @@ class FoundDrafter:
 
     @property
     def place(self) -> str:
-        """Its location in words."""
         if self.path is None:
             return "not here"
         if self.row.bundled:
@@ -65,7 +64,6 @@ class FoundDrafter:
 
     @property
     def line(self) -> str:
-        """The drafter in one line."""
         return f"drafter: {self.row.name} ({self.row.form}, {self.place}) of {self.row.target}"
 
 
@@ -146,7 +144,6 @@ def published_drafters(model: str | Path, method: str | None = None) -> list[Fou
 
     Args:
         model: Folder, GGUF file or hub name. A hub name need not be in the cache.
-        method: Method of the drafters; None for any.
 
     Raises:
         ModelLoadError: The checkpoint on this machine is damaged.
@@ -201,7 +198,6 @@ def local_path(model: str) -> Path | None:
 
 
 def _cached(hub_name: str) -> Path | None:
-    """Returns the folder of a repository in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

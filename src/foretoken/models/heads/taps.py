@@ -29,13 +29,9 @@ PROMPTS = ("def main():\n", "The first thing to know about", "import os\n\nclass
 class TeacherForced(Protocol):
     """A network whose top tokens can be compared with a text."""
 
-    def features(self, taps: Tensor) -> Tensor:
-        """Returns features of the target's concatenated hidden states."""
-        ...
+    def features(self, taps: Tensor) -> Tensor: ...
 
-    def target_ids(self, ids: Tensor) -> Tensor:
-        """Returns the target's token ids for the draft's."""
-        ...
+    def target_ids(self, ids: Tensor) -> Tensor: ...
 
     def teacher_forced(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         """Returns the logits of all rows of a new sequence."""

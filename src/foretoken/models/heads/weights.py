@@ -125,7 +125,6 @@ class HeadProduct:
             self._product = lambda x: multiply(x) if len(x) > 1 else multiply(x.expand(2, -1).contiguous())[:1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies x [rows, in]."""
         return self._product(x)
 
     def after(self, tokens: Tensor) -> Tensor:

@@ -228,7 +228,6 @@ def agrees(model: RunnerModel, lengths: Sequence[int], steps: int = 2, trees: bo
 
 
 def _failure(model: RunnerModel) -> str:
-    """Returns the reason that a copy does not agree with its plain passes; an empty string if it agrees."""
     if agrees(model, _RAGGED):
         return ""
     return next((text for lengths, trees, text in _STAGES if not agrees(model, lengths, trees=trees)), _STAGES[-1][2])
@@ -275,7 +274,6 @@ def _draft(at: int, length: int, trees: bool, vocab: int) -> Draft:
 
 
 def _leaves(draft: Draft) -> list[int]:
-    """Returns the nodes without children; for an empty draft the root, -1."""
     return [at - 1 for at, children in enumerate(draft.children) if not children]
 
 

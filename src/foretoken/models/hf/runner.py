@@ -56,7 +56,6 @@ class Slots(SlotCache):
         return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
     def new_layer(self) -> SlotLayer:
-        """Adds a layer. Returns its cache."""
         layer = SlotLayer(self)
         self._layers.append(layer)
         return layer
@@ -261,7 +260,6 @@ def _first_output(plan: PassPlan) -> int:
 
 
 def _padded(plan: PassPlan, numbers: Sequence[int]) -> Tensor:
-    """Returns tokens or positions by sequence, [B, width]; those of padding are 0."""
     counts = [part.count for part in plan.parts]
     rows = [numbers[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
     return torch.tensor([[*row, *[0] * (max(counts) - len(row))] for row in rows])
@@ -281,7 +279,6 @@ def _cached_values(layer: Any) -> int:
 
 @contextmanager
 def _evaluating(module: Any) -> Iterator[None]:
-    """Context manager: the module is in evaluation mode inside, and back in its own mode afterwards."""
     training = module.training
     if training:
         module.eval()

@@ -78,7 +78,6 @@ class RankGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the leader."""
         return self.rank == LEADER
 
     @contextmanager

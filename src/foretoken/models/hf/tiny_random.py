@@ -120,7 +120,6 @@ def _shrunk(config: Any, crossed: Mapping[str, int], few_layers: bool, heads: in
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Yields ``config`` and the configurations inside it."""
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PreTrainedConfig):

@@ -216,7 +216,6 @@ def attend(
         layer: index of the layer in the cache.
         queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads another layer's keys.
         values: [R, kv_heads, head_dim], or [R, 0, head_dim].
-        mask: as in ``Geometry.masks``.
         sinks: scores [heads] of a key without a value; None for none.
 
     Returns:

@@ -51,7 +51,6 @@ class Pass:
 
     @property
     def logits(self) -> Tensor | None:
-        """``rows`` as a tensor."""
         return self.rows if self.rows is None or isinstance(self.rows, Tensor) else self.rows.tensor
 
 
@@ -129,7 +128,6 @@ class Runner(ABC):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the loaded adapters."""
         return ()
 
     def pack_adapter(self, layers: Sequence[AdapterLayer]) -> Any:
@@ -188,7 +186,6 @@ class Runner(ABC):
             self.move(slot, destination, sources)
 
     def nbytes(self) -> int:
-        """Returns the bytes of the KV cache."""
         return self._pages.nbytes()
 
     def adopt(self, other: Runner) -> None:

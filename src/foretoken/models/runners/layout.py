@@ -32,7 +32,6 @@ class AttentionSizes:
 
     @staticmethod
     def of(a: Architecture, layer: Layer) -> AttentionSizes:
-        """Returns the sizes and factors of a decoder's layer."""
         sizes = a.sizes(layer)
         return AttentionSizes(a.heads, sizes.kv_heads, sizes.head_dim, a.scale, a.attention_softcap)
 

@@ -31,7 +31,6 @@ class Tapped(Mapping[int, Tensor]):
     """Hidden states of a pass in one array; a layer's become a tensor when they are asked for.
 
     Args:
-        layers: The layers.
         states: float32 [layers, rows, H].
         held: Number of rows whose memory these keep, if they are some rows of a larger array.
     """
@@ -43,7 +42,6 @@ class Tapped(Mapping[int, Tensor]):
 
     @property
     def starts(self) -> range:
-        """Addresses of the layers' states."""
         first, size = address(self.states), self.states.strides[0]
         return range(first, first + len(self.layers) * size, size)
 
@@ -103,7 +101,6 @@ class TapRows:
 
     @staticmethod
     def joined(parts: Iterable[TapRows]) -> TapRows:
-        """Returns the rows of all parts, one after another."""
         return TapRows([chunk for part in parts for chunk in part.chunks])
 
     def split(self, count: int) -> tuple[TapRows, TapRows]:
@@ -249,7 +246,6 @@ class PassPlan:
         return self.features if self.states is None else self.states.concatenated()
 
     def only(self, numbers: Sequence[int]) -> PassPlan:
-        """Returns the rows of these sequences."""
         ends, last = list(accumulate(part.count for part in self.parts)), list(accumulate(self.output_counts))
         outputs, rows = list[int](), list[int]()
         for number in numbers:

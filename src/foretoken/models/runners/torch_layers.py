@@ -39,10 +39,6 @@ from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps
 class StackProducts:
     """The products of all experts or heads.
 
-    Args:
-        stack: their matrices.
-        device: device of the products.
-
     Attributes:
         kernels: ``triton_kernels.experts.ExpertStack`` of all matrices if kernels take them: floats on CUDA; else None.
     """
@@ -89,7 +85,6 @@ def on_device(weights: LayerWeights, device: torch.device) -> TorchLayer:
 
 
 def _placed(weights: Any, device: torch.device) -> Any:
-    """Returns a component of a layer's weights on the device."""
     if isinstance(weights, Tensor):
         return weights.to(device)
     if isinstance(weights, MatrixStack):

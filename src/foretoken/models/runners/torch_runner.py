@@ -105,7 +105,6 @@ class TorchRunner(Runner):
 
     @property
     def _cache_dtype(self) -> torch.dtype:
-        """The dtype of keys and values; see ``attention.py``."""
         return torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype
 
     def _new_cache(self) -> None:
@@ -287,7 +286,6 @@ class TorchRunner(Runner):
         return torch.cat(parts, dim=1) if mixer.q_norm is not None else queries_keys
 
     def _logits(self, states: dict[int, Tensor], outputs: Tensor) -> Tensor:
-        """Returns the logits of the rows ``outputs``, float32 [outputs, V]."""
         return self.unembed(
             normalize(self._architecture, states[self._architecture.layers].index_select(0, outputs), self._norm)
         )
@@ -297,7 +295,6 @@ class TorchRunner(Runner):
         return on_host(self._unembed(hidden))
 
     def _unembed(self, hidden: Tensor) -> Tensor:
-        """Returns logits as ``unembed`` does, on the device."""
         count, cap = hidden.shape[0], self._architecture.final_softcap
         hidden = hidden.to(self._device, self._dtype)
         logits = self._head(hidden if count > 1 else hidden.repeat(2, 1))[:count].float()

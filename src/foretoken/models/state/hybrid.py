@@ -42,7 +42,6 @@ class Snapshots:
         return self._kept.popitem(last=False)[1] if self._kept else None
 
     def give_back(self, address: int) -> None:
-        """Makes memory available again."""
         self._spare.append(address)
 
     def keep(self, serial: int, address: int) -> None:

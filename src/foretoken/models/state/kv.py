@@ -14,7 +14,6 @@ BUCKET = 128  # the rows of a buffer are a multiple of this
 
 
 def padded(rows: int, bucket: int = BUCKET) -> int:
-    """Returns ``rows`` rounded up to a multiple of ``bucket``."""
     return -(-rows // bucket) * bucket
 
 
@@ -50,7 +49,6 @@ class KVCache(SlotCache):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
         return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in self._shapes) * self._dtype.itemsize
 
     def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:

@@ -215,15 +215,12 @@ class Pages(SlotCache):
             slot.discarded += 1
 
     def addresses(self, number: int) -> int:
-        """Returns the address of the slot's array of pages."""
         return self._slots[number].addresses.buffer_info()[0]
 
     def count(self, number: int) -> int:
-        """Returns the number of a slot's pages."""
         return len(self._slots[number].pages)
 
     def held(self, number: int) -> array[int]:
-        """Returns the addresses of a slot's pages."""
         return self._slots[number].addresses
 
     def nbytes(self) -> int:

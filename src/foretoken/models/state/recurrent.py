@@ -44,7 +44,6 @@ class StateShape:
 
     @staticmethod
     def of(recurrence: Recurrence, layers: int) -> StateShape:
-        """Returns the sizes for ``layers`` recurrent layers."""
         return StateShape(layers, recurrence.state, recurrence.inputs, recurrence.window)
 
     @property
@@ -109,11 +108,9 @@ class RecurrentStates:
         return self._slots[number]
 
     def reset(self, slot: RecurrentSlot) -> None:
-        """Empties a slot."""
         slot.position, slot.held, slot.window, slot.follower = 0, [], [-1] * self.shape.window, None
 
     def load(self, slot: RecurrentSlot, rows: int, snapshot: int) -> None:
-        """Loads a snapshot of the first ``rows`` rows into a slot."""
         shape = self.shape
         self._allocate(slot, shape.window)
         states, row = shape.layers * shape.state * FLOAT, shape.inputs * FLOAT

@@ -85,7 +85,6 @@ class ReplayPlan:
     moved_stride: array[int] = field(default_factory=_ints)
 
     def step(self, source: int, target: int, save: int, inputs: Sequence[int]) -> None:
-        """Adds a step."""
         self.sources.append(source)
         self.targets.append(target)
         self.saves.append(save)
@@ -135,7 +134,6 @@ class ReplaySpan:
 
     @property
     def end(self) -> int:
-        """The cache row after the last one."""
         return self.first + self.count
 
 

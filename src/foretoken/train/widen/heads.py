@@ -48,7 +48,6 @@ class Widening:
         embedding: The source's embeddings, [V, h].
         vocabulary: The source's vocabulary head, [V, h].
         layers: Positions of the source's layers among the wide ones.
-        wide_layers: Number of wide layers.
     """
 
     q: Tensor

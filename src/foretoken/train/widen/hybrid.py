@@ -69,7 +69,6 @@ class MarkedStream:
 
     @staticmethod
     def random(narrow: int, wide: int, groups: int, eps: float, generator: torch.Generator) -> MarkedStream:
-        """Returns a random stream."""
         carried = wide - (groups if groups > 1 else 0)
         owner = torch.randperm(carried, generator=generator) % narrow
         values = torch.randn(carried, dtype=torch.float64, generator=generator)
@@ -83,12 +82,10 @@ class MarkedStream:
 
     @property
     def wide(self) -> int:
-        """h'."""
         return len(self.owner) + self.added
 
     @property
     def ratio(self) -> float:
-        """h' / h."""
         return self.wide / self.narrow
 
     @property
@@ -99,7 +96,6 @@ class MarkedStream:
 
     @property
     def mark(self) -> float:
-        """c."""
         return math.sqrt((self.scale**2 - self.ratio) * self.narrow * self.eps / (self.groups - 1))
 
     @property
@@ -215,7 +211,6 @@ def wide_config(config: dict[str, Any], shape: HybridShape) -> dict[str, Any]:
 
 
 def expected_parameters(config: dict[str, Any], shape: HybridShape, mtp: bool) -> int:
-    """Returns the number of parameters of the wide model."""
     with torch.device("meta"):
         model = HybridModel(wide_config(config, shape))
     counted = sum(p.numel() for name, p in model.named_parameters() if mtp or not name.startswith("mtp."))

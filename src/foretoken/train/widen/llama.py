@@ -128,7 +128,6 @@ def wide_config(config: dict[str, Any], shape: WideShape) -> dict[str, Any]:
 
 
 def expected_parameters(config: dict[str, Any], shape: WideShape) -> int:
-    """Returns the number of parameters of the wide model."""
     hidden, head = shape.hidden_size, config["head_dim"]
     attention = 2 * hidden * head * (shape.num_attention_heads + shape.num_key_value_heads)
     layer = attention + 3 * hidden * shape.intermediate_size + 2 * hidden

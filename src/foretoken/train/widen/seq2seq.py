@@ -107,7 +107,6 @@ def wide_config(config: dict[str, Any], shape: T5Shape) -> dict[str, Any]:
 
 
 def expected_parameters(config: dict[str, Any], shape: T5Shape) -> int:
-    """Returns the number of parameters of the wide model."""
     hidden, heads = shape.d_model, shape.num_heads
     attention = 4 * hidden * heads * shape.d_kv
     neurons = (3 if config["feed_forward_proj"].startswith("gated") else 2) * hidden * shape.d_ff
@@ -133,8 +132,6 @@ def head_groups(heads: int, wide_heads: int, real: bool) -> tuple[Copies, tuple[
     """Returns the source of each wide head, and its column of the position biases.
 
     Args:
-        heads: Number of real heads.
-        wide_heads: Number of wide heads.
         real: False for a layer of fillers.
 
     Raises:

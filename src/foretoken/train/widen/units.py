@@ -54,7 +54,6 @@ class Copies:
 
     @property
     def fillers(self) -> int:
-        """Number of filler units."""
         return -min(min(self.sources, default=0), 0)
 
     def gather(self, real: Tensor, filler: Tensor) -> Tensor:
@@ -119,8 +118,6 @@ class CheckpointPlan:
     """A checkpoint to be written.
 
     Args:
-        parameters: Number of parameters.
-        dtype: Their type.
         config: Content of config.json.
         layers: Positions of the source's layers among its own.
         tensors: Names and tensors, one after another.
@@ -174,8 +171,6 @@ class UnitWidener:
     """Widens the matrices of layers. A layer of fillers has no source, and its matrices no weights: None.
 
     Args:
-        reader: The source's tensors.
-        stream: The wide residual stream.
         generator: Source of filler units.
         write_scale: Standard deviation of the filler units' output columns.
     """
@@ -220,7 +215,6 @@ class UnitWidener:
         return units.gather(given, filler).flatten(0, 1)
 
     def random(self, rows: int, columns: int) -> Tensor:
-        """Returns normal random numbers, float32 [rows, columns]."""
         return torch.randn(rows, columns, generator=self.generator)
 
 
@@ -230,7 +224,6 @@ def filler_scale(layers: int) -> float:
 
 
 def check_growth(shape: Any, narrow: Mapping[str, int]) -> None:
-    """Raises InvalidRequest if a size is less than the source's."""
     for name, value in vars(shape).items():
         if value < narrow[name]:
             raise InvalidRequest(f"{name} {value} is less than the source's {narrow[name]}; a model can only grow")
@@ -264,6 +257,5 @@ def check_embedding(reader: ShardReader, name: str, vocab: int, hidden: int) -> 
 
 
 def check_unquantized(config: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for a quantized checkpoint."""
     if config.get("quantization_config"):
         raise InvalidRequest("cannot widen a quantized model; pass its original checkpoint")

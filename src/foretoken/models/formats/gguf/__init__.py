@@ -9,7 +9,6 @@ SPLIT_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")  # llama.cpp's n
 
 
 def is_gguf(path: Path) -> bool:
-    """Returns whether the path names a GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 

@@ -48,7 +48,6 @@ class Cursor:
         self._size = len(content)
 
     def kind(self) -> GGUFValueType:
-        """Reads the type of a value."""
         number = self.number(_T.UINT32)
         try:
             return GGUFValueType(number)
@@ -56,7 +55,6 @@ class Cursor:
             raise damaged(self.path, f"its metadata has a value of unknown type {number}") from None
 
     def value(self, kind: GGUFValueType) -> Any:
-        """Reads a value of the metadata."""
         if kind == _T.STRING:
             return self.string()
         if kind == _T.ARRAY:
@@ -64,11 +62,9 @@ class Cursor:
         return self.number(kind)
 
     def number(self, kind: GGUFValueType) -> Any:
-        """Reads one number or boolean."""
         return self.numbers(kind, 1)[0]
 
     def numbers(self, kind: GGUFValueType, count: int) -> list[Any]:
-        """Reads numbers or booleans of one type."""
         start = self._skip(count * struct.calcsize(_FORMATS[kind]))
         return list(struct.unpack_from(f"<{count}{_FORMATS[kind]}", self._content, start))
 

@@ -50,7 +50,6 @@ def stored_rows(family: GGUFFamily, a: Architecture, name: str, tensor: Tensor) 
 
 
 def add_settings(writer: GGUFWriter, config: Mapping[str, Any], a: Architecture) -> None:
-    """Adds the keys of an architecture."""
     rope = rope_settings(config)
     writer.add_vocab_size(a.vocab)
     writer.add_context_length(config["max_position_embeddings"])

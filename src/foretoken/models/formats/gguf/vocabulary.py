@@ -64,7 +64,6 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, ends: Sequence[int], vocab
 
 
 def _tokens(backend: Any, content: Mapping[str, Any], vocab: int, byte_level: bool) -> tuple[list[str], list[int]]:
-    """Returns the tokens by id with their types."""
     by_id = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
     if max(by_id) >= vocab:
         raise InvalidRequest(f"the tokenizer has {max(by_id) + 1} tokens, but the embedding {vocab} rows")

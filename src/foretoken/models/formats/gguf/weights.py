@@ -39,7 +39,6 @@ class ChangedTensor:
     """A stored tensor and its differences from the checkpoint's.
 
     Attributes:
-        stored: the tensor.
         shape: its shape in the checkpoint.
         order: the row in the file of each row of the checkpoint; None if they are the same.
         columns: the head in the file of each head of inputs; None if they are the same.
@@ -267,7 +266,6 @@ def _separated(header: Header, a: Architecture) -> Iterator[tuple[str, StoredTen
 
 
 def _check_type(path: Path, stored: StoredTensor) -> None:
-    """Raises ModelLoadError for a tensor whose type or number of dimensions is not supported."""
     stacks = ("_exps.", "attn_k_b.", "attn_v_b.")
     vector, max_dimensions = len(stored.shape) == 1, 3 if any(stack in stored.name for stack in stacks) else 2
     if len(stored.shape) > max_dimensions or (stored.kind not in FLOATS and (vector or stored.kind not in LAYOUTS)):

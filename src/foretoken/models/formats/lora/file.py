@@ -224,7 +224,6 @@ def _tensor(module: str, part: str) -> str:
 
 
 def opened(folder: Path) -> Any:
-    """Opens an adapter's tensors. Raises ModelLoadError."""
     from safetensors import safe_open
 
     file = folder / TENSORS

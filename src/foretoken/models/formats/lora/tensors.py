@@ -59,7 +59,6 @@ class ExpertParameter:
 
     @property
     def full_name(self) -> str:
-        """Its name in ``target_parameters``."""
         return f"{self.module}.{self.name}"
 
 
@@ -185,7 +184,6 @@ class _Reader:
         self._check_names()
 
     def layers(self) -> list[AdapterLayer]:
-        """Returns the adapter's matrices by layer."""
         return [self._layer(number) for number in range(self._a.layers)]
 
     def _layer(self, number: int) -> AdapterLayer:

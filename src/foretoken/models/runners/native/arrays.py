@@ -137,7 +137,6 @@ class ChainArrays:
 
     @cached_property
     def spec(self) -> ChainSpec:
-        """The specification, which points to arrays of this object."""
         inputs = (self._limits, self._floors, self._bases, self._slopes, self._bounds)
         results = (self._tokens, self._probabilities, self._parents, self._counts, self._tried)
         ids, successors = self.vocabulary.ids, self.vocabulary.successors
@@ -157,7 +156,6 @@ class ChainArrays:
         )
 
     def results(self) -> list[ModelChain]:
-        """Returns the chains that the kernels wrote."""
         chains = []
         for number, (limit, count, tried) in enumerate(zip(self._limits, self._counts, self._tried, strict=True)):
             start = number * self._longest
@@ -200,7 +198,6 @@ class PositionTables:
     """The tables that a specification points to, as long as passes have reached so far.
 
     Args:
-        architecture: sizes and operations of the decoder.
         spec: its specification, whose pointers are set.
     """
 

@@ -142,7 +142,6 @@ class ModelSpec(Structure):
 
 
 def matrix_kinds(spec: ModelSpec) -> set[int]:
-    """Returns the kinds of all matrices of a model."""
     layers = [spec.layers[number] for number in range(spec.layer_count)]
     matrices = [m for layer in layers for m in _matrices(layer)]
     ends = (spec.head, spec.table, spec.layer_inputs.projection, spec.fusion)
@@ -197,7 +196,6 @@ class BatchSpec(Structure):
     held: list[object]  # owners of the memory that it points to
 
     def hold(self, **arrays: array[int]) -> None:
-        """Sets pointers to arrays, which the object keeps alive."""
         for name, values in arrays.items():
             setattr(self, name, values.buffer_info()[0])
             self.held.append(values)
@@ -235,7 +233,6 @@ class DecoderFunctions:
     """The functions of csrc/decoder.cpp for one kind of KV cache. They raise as ``status.raise_for`` does.
 
     Args:
-        library: the library.
         kinds: the kinds of matrices that it was linked for.
         cache: the kind of KV cache.
 
@@ -279,7 +276,6 @@ class Workspace:
 
     Args:
         functions: functions of the library that allocated it.
-        address: its address.
     """
 
     def __init__(self, functions: DecoderFunctions, address: c_void_p) -> None:

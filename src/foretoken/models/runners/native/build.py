@@ -57,7 +57,6 @@ def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
 
 
 def kind_bits(kind: int) -> int:
-    """Returns the bits of a weight or code of a kind."""
     plain = {Kind.FLOAT32: 32, Kind.BFLOAT16: 16, Kind.INT8: 8, Kind.PACKED: 12}
     return WIDTHS[(kind - Kind.GROUPED) % len(WIDTHS)] if kind >= Kind.GROUPED else plain[Kind(kind)]
 
@@ -172,7 +171,6 @@ def newest_glibc(library: bytes) -> tuple[int, int]:
 
 
 def _target(name: str) -> tuple[Toolchain, str, str]:
-    """Returns compiler, processor and tag."""
     if name == "here":
         return build.toolchain(), platform.machine(), own_tag()
     if name not in PLATFORMS:

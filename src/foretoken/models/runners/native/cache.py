@@ -130,7 +130,6 @@ def _write_rest() -> None:
 
 
 def wait() -> None:
-    """Waits until all packed weights of this process are written."""
     write_kept()
     for thread in threading.enumerate():
         if thread.name == _WRITER:

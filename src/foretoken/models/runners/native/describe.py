@@ -70,9 +70,6 @@ class Description:
     """Builds the specification of a model.
 
     Args:
-        architecture: sizes and operations of the decoder.
-        dtype: dtype of the computation.
-        arena: allocates packed matrices.
         compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
 
     Attributes:
@@ -91,7 +88,6 @@ class Description:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of packed matrices and the embedding."""
         return self._weights.nbytes
 
     def model(self, layers: Iterable[LayerWeights], ends: Ends, entry: Entry) -> ModelSpec:
@@ -327,7 +323,6 @@ SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}  # numbers of csrc/s
 
 
 def dense_mlp(packer: WeightPacker, weights: _Mlp, gated: bool, inner: int) -> MlpSpec:
-    """Packs an MLP of ``inner`` neurons."""
     return MlpSpec(
         up=packer.linear(weights.up, gated),
         down=packer.linear(weights.down),
@@ -337,7 +332,6 @@ def dense_mlp(packer: WeightPacker, weights: _Mlp, gated: bool, inner: int) -> M
 
 
 def expert_mlp(packer: WeightPacker, weights: _Experts) -> ExpertsSpec:
-    """Packs experts and their router."""
     e = weights.experts
     shared = {"shared_up": packer.linear(weights.shared_up, e.gated), "shared_down": packer.linear(weights.shared_down)}
     router = RouterSpec(

@@ -34,11 +34,7 @@ class PackedAdapter:
     """The matrices of one adapter in float32.
 
     Args:
-        architecture: the decoder's architecture.
         layers: the adapter's matrices by layer.
-
-    Attributes:
-        address: address of its ``LoraAdapter``.
     """
 
     def __init__(self, architecture: Architecture, layers: Sequence[AdapterLayer]) -> None:
@@ -108,14 +104,12 @@ class PackedAdapter:
 
 
 def _interleaved(kind: Product, layer: Layer) -> bool:
-    """Returns whether blocks of gate and up alternate in a product."""
     if kind == "up":
         return layer.mlp != "ungated"
     return kind in ("shared_up", "expert_up") and layer.experts is not None and layer.experts.gated
 
 
 def _widen(widths: LoraWidths, spec: LoraSpec) -> None:
-    """Extends widths for the rows of a product."""
     widths.input = max(widths.input, spec.down.matrix.steps)
     widths.inner = max(widths.inner, spec.down.matrix.units * UNIT)
     blocks = UNIT // LANES

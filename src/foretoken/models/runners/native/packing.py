@@ -56,23 +56,19 @@ class Arena:
 
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
-        """Address and size of each allocation."""
         return tuple(self._held)
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes."""
         return sum(size for _, size in self._held)
 
     def free(self, address: int) -> None:
-        """Frees memory that ``allocate`` returned."""
         held = next(item for item in self._held if item[0] == address)
         self._held.remove(held)
         self.library.foretoken_free(*held)
 
     @staticmethod
     def copy(to: int, source: int, size: int) -> None:
-        """Copies ``size`` bytes to the address ``to``."""
         ctypes.memmove(to, source, size)
 
 
@@ -138,7 +134,6 @@ def pack(
     """Packs matrices [out, in] with the same inputs into one.
 
     Args:
-        arena: allocates the packed matrix.
         parts: all float32, all bfloat16, all int8, or all grouped in one layout. Several parts that are not interleaved
             have multiples of sixteen outputs.
         bias: [out], in the order of the parts.
@@ -165,10 +160,8 @@ def pack_stack(arena: Arena, stack: MatrixStack, compress: bool = False) -> Pack
     """Packs the matrices of all experts into one, expert by expert.
 
     Args:
-        arena: allocates the packed matrix.
         stack: the experts. Blocks of sixteen outputs alternate between the parts of one expert. They are read one after
             the other, so that at most one is in memory twice.
-        compress: as in ``pack``.
 
     Raises:
         KernelsUnavailable: see ``pack``.
@@ -221,11 +214,9 @@ def _packed(
     """Packs matrices of one kind into one.
 
     Args:
-        arena: allocates it.
         placed: the matrices, each with its first block of sixteen outputs and the step between its blocks.
         outputs: number of all outputs.
         vectors: values by output, by the name of the field of ``Matrix``; complete when all are packed.
-        compress: see ``pack``.
     """
     before = arena.nbytes
     upper: tuple[object, ...] = ()
@@ -256,7 +247,6 @@ def _places(blocks: Sequence[int], interleave: bool) -> list[tuple[int, int]]:
 def _pack_words(
     arena: Arena | SmallMatrices, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
 ) -> Matrix:
-    """Packs matrices of one dtype into blocks of words."""
     matrix = None
     for whole, (start, step) in placed:
         assert not isinstance(whole, Grouped)
@@ -340,7 +330,6 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """Returns the addresses of tensors; null for None."""
     return (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
 
@@ -378,7 +367,6 @@ class WeightPacker:
         self.nbytes, self.inactive = 0, 0.0
 
     def matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
-        """Packs the matrices of one product; see ``pack``."""
         return self._hold(pack(self._arena, _one_layout(parts), bias, interleave, self._compress))
 
     def linear(self, weights: LinearWeights | None, gated: bool = False) -> Matrix:
@@ -388,11 +376,9 @@ class WeightPacker:
         return self.matrix(halves(weights.parts) if gated else weights.parts, weights.bias, interleave=gated)
 
     def router(self, weights: LinearWeights) -> Matrix:
-        """Packs the matrix of a router, which is not compressed."""
         return self._hold(pack(self._arena, weights.parts, weights.bias))
 
     def stack(self, matrices: MatrixStack) -> Matrix:
-        """Packs a stack of matrices."""
         return self._hold(pack_stack(self._arena, matrices, self._compress))
 
     def norm(self, norm: NormWeight | None) -> NormSpec:
@@ -420,7 +406,6 @@ def _one_layout(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
 
 
 def halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
-    """Returns gate and up as two matrices."""
     if len(parts) == 2:
         return parts
     (matrix,) = parts

@@ -59,12 +59,10 @@ class NativeProduct:
         self._threads, self._dtype = torch.get_num_threads(), dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies x [rows, in]."""
         return multiplied(self._functions, self._spec, self._workspace, self._threads, x).to(self._dtype)
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """See ``chains.TokenLogits``; for a product with a table."""
         address = self._workspace.address.value
         assert address is not None
         return addressof(self._spec), address

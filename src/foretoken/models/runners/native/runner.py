@@ -56,14 +56,9 @@ class NativeRunner(Runner):
     bitwise equal by construction: across row counts, trees and batches, in every dtype.
 
     Args:
-        architecture: sizes and operations of the decoder.
-        layers: weights of each layer.
-        ends: embedding, last norm and vocabulary head.
-        dtype: float32 or bfloat16.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
         cache: disk cache of packed weights; None for none.
-        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.
 
     Raises:
         InvalidRequest: the model's KV cache is not kept as int8.
@@ -303,7 +298,6 @@ class NativeRunner(Runner):
         batch.tap_layers, batch.taps, batch.tap_count = kept.tap_layers, kept.taps, 1
 
     def _tapped(self, batch: BatchSpec, taps: Sequence[int]) -> Mapping[int, Tensor]:
-        """Returns the hidden states that a pass will write."""
         if not taps:
             return {}
         layers = tuple(dict.fromkeys(taps))
@@ -353,7 +347,6 @@ class NativeRunner(Runner):
         return attention.cache_at, attention.scales_at
 
     def _adapters_of(self, parts: Sequence[Part]) -> array[int]:
-        """Returns the address of each sequence's adapter, 0 for none."""
         self._link({Kind.FLOAT32})
         names = [self._adapted.get(part.slot) for part in parts]
         return array("Q", [0 if name is None else self._adapters[name].address for name in names])

@@ -24,8 +24,6 @@ def check_supported(architecture: Architecture, dtype: torch.dtype, features: bo
     """Raises KernelsUnavailable for a dtype or sizes that the kernels do not support.
 
     Args:
-        architecture: sizes and operations of the decoder.
-        dtype: dtype of the computation.
         features: whether the model takes features.
     """
     a = architecture
@@ -50,7 +48,6 @@ def check_supported(architecture: Architecture, dtype: torch.dtype, features: bo
 
 
 def _check_heads(a: Architecture) -> None:
-    """Raises KernelsUnavailable for widths of heads that the kernels do not support."""
     for dim in {a.sizes(layer).head_dim for layer in a.stack if layer.attention}:
         if dim % LANES or dim > MAX_HEAD:
             raise KernelsUnavailable(
@@ -59,7 +56,6 @@ def _check_heads(a: Architecture) -> None:
 
 
 def _check_latent(s: LatentAttention) -> None:
-    """Raises KernelsUnavailable for sizes of latent attention that the kernels do not support."""
     parts = {"kv_lora_rank": (s.rank, UNIT), "v_head_dim": (s.value, UNIT), "qk_rope_head_dim": (s.rotated, LANES)}
     parts |= {"qk_nope_head_dim": (s.plain, LANES), "q_lora_rank": (s.query_rank, LANES)}
     for name, (size, unit) in parts.items():
@@ -76,8 +72,6 @@ def cache_kind(architecture: Architecture, dtype: torch.dtype, kv_cache_dtype: s
     """Returns the type of keys and values.
 
     Args:
-        architecture: the model.
-        dtype: dtype of the computation.
         kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``; "auto" is ``dtype``.
 
     Raises:
@@ -88,7 +82,6 @@ def cache_kind(architecture: Architecture, dtype: torch.dtype, kv_cache_dtype: s
 
 
 def refuse_int8_latents(architecture: Architecture, kv_cache_dtype: str) -> None:
-    """Raises InvalidRequest for int8 with latent attention."""
     if kv_cache_dtype == "int8" and architecture.latent is not None:
         raise InvalidRequest(
             f"kv_cache_dtype='int8' is for keys and values of heads; a {architecture.family} caches one compressed "
@@ -107,9 +100,7 @@ def new_pages(allocate: Callable[[int], int], token: int, spec: ModelSpec, kind:
     """Returns the pages of a model's KV cache, which discard keys and values beyond the windows of layers.
 
     Args:
-        allocate: see ``Pages``.
         token: bytes of one token in all layers.
-        spec: the model.
         kind: type of keys and values.
     """
     itemsize, scale = {Kind.FLOAT32: (4, 0), Kind.BFLOAT16: (2, 0), Kind.INT8: (1, SCALE)}[kind]

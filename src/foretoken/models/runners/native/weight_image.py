@@ -98,7 +98,6 @@ class WeightImage:
 
     @property
     def nbytes(self) -> int:
-        """Approximate bytes of the file."""
         return sum(-(-block.size // ALIGNMENT) * ALIGNMENT for block in self._blocks) + ALIGNMENT
 
     def write(self, file: BinaryIO, threads: int = 1) -> None:
@@ -185,7 +184,6 @@ def _in_memory(file: BinaryIO, at: int) -> bool:
 
 
 def _directory(mapped: mmap.mmap) -> tuple[Sequence[tuple[int, int, str]], Sequence[tuple[int, int, int, int]]]:
-    """Returns the blocks and the pointers of a file."""
     magic, at, length, digest = _HEAD.unpack_from(mapped)
     text = mapped[at : at + length]
     if magic != _MAGIC or at + length != len(mapped) or hashlib.sha256(text).digest() != digest:
