@@ -18,7 +18,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
 from foretoken.models.formats.checkpoint import load_config, open_weights
-from foretoken.models.formats.shards import ShardReader, ShardWriter, copy_companions
+from foretoken.models.formats.shards import ShardWriter, copy_companions
 from foretoken.models.heads.layers import rotated_fraction, unroll
 from foretoken.models.heads.mtp import HIDDEN_KEY
 from foretoken.quantize.run import checkpoint_folder
@@ -114,19 +114,19 @@ def merge_mtp(layer: Path, target: Path, out: Path, force: bool = False) -> Path
     """
     destination = Destination.checked(out, MODEL, (layer, target), force)
     target = checkpoint_folder(target)
-    config, weights, trained = load_config(target), ShardReader(target), ShardReader(layer)
-    names = {name for name in trained.names if name.startswith("mtp.")}
+    config, weights, trained = load_config(target), open_weights(target), open_weights(layer)
+    names = {name for name in trained if name.startswith("mtp.")}
     if config.get("model_type") != HYBRID_TYPE:
         raise InvalidRequest(f"{target} is a {config.get('model_type')!r} model; {HYBRID_TYPE} models ship MTP layers")
-    replaced = {name for name in weights.names if name.startswith("mtp.")}
-    if not names or (replaced and {n: trained.shape(n) for n in names} != {n: weights.shape(n) for n in replaced}):
+    replaced = {name for name in weights if name.startswith("mtp.")}
+    if not names or (replaced and {n: trained.shapes[n] for n in names} != {n: weights.shapes[n] for n in replaced}):
         raise InvalidRequest(f"{layer} has no MTP layer of the shape of the one in {target}; train it for this target")
     with destination.folder() as folder:
         writer = ShardWriter(folder)
-        for name in sorted(weights.names - replaced):
-            writer.add(name, weights.get(name))
+        for name in sorted(weights.keys() - replaced):
+            writer.add(name, weights[name])
         for name in sorted(names):
-            writer.add(name, trained.get(name))
+            writer.add(name, trained[name])
         writer.close(total_parameters=writer.parameters)
         copy_companions(target, folder)
         write_json(folder / "config.json", config | {HIDDEN_KEY: load_config(layer)[HIDDEN_KEY]})

@@ -1,4 +1,4 @@
-"""Checkpoints larger than memory: reads safetensors one tensor at a time, writes them in shards."""
+"""Writes checkpoints larger than memory in shards, with their companion files and digests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.files import write_json
-from foretoken.models.formats.checkpoint import open_weights
 from foretoken.models.formats.weight_files import INDEX, SINGLE
 
 SHARD_BYTES = 2_000_000_000
@@ -48,27 +47,6 @@ def copy_companions(source: Path, folder: Path) -> None:
     """Copies tokenizer, chat template and generation settings of a checkpoint."""
     for file in {file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}:
         shutil.copyfile(file, folder / file.name)
-
-
-class ShardReader:
-    """Tensors of a safetensors checkpoint, whole or sharded, by name. Raises ModelLoadError."""
-
-    def __init__(self, folder: Path) -> None:
-        self._weights = open_weights(folder)
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._weights)
-
-    def get(self, name: str) -> Tensor:
-        """Returns a tensor in the stored dtype. Raises ModelLoadError for an unknown name."""
-        if name not in self._weights:
-            raise ModelLoadError(f"the checkpoint has no tensor {name}; it is not a whole Llama checkpoint")
-        return self._weights[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape without reading the tensor, () for an unknown name."""
-        return self._weights.shapes.get(name, ())
 
 
 class ShardWriter:

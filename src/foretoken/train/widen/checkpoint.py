@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foretoken import zoo
 from foretoken.core.artifacts import MODEL, PROVENANCE, Destination
 from foretoken.core.errors import InvalidRequest, TrainingError
 from foretoken.core.files import write_json
 from foretoken.core.progress import Reporter
-from foretoken.models.formats.checkpoint import load_config
-from foretoken.models.formats.shards import ShardReader, ShardWriter, copy_companions, weights_sha256
+from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.reader import TensorReader
+from foretoken.models.formats.shards import ShardWriter, copy_companions, weights_sha256
 from foretoken.quantize.run import checkpoint_folder
 from foretoken.train.shapes import HYBRID_TYPE, HybridShape, T5Shape
 from foretoken.train.widen import hybrid, llama, seq2seq
@@ -109,7 +112,7 @@ def widen_checkpoint(
             f"a {config['model_type']!r} model cannot grow to the size of a {_NAMES[type(shape)]}; "
             f"choose one of {', '.join(family.PRESETS)} with --size"
         )
-    plan = family.plan(ShardReader(source), config, shape, seed)
+    plan = family.plan(TensorReader(open_weights(source), torch.float64), config, shape, seed)
     needed = plan.parameters * plan.dtype.itemsize
     existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     if shutil.disk_usage(existing).free < needed:

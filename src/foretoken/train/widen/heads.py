@@ -22,7 +22,9 @@ from foretoken.core.artifacts import HEADS_FOLDER, PROVENANCE, Destination, head
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.files import write_json
 from foretoken.core.schema import read_object
-from foretoken.models.formats.shards import ShardReader, weights_sha256
+from foretoken.models.formats.checkpoint import open_weights
+from foretoken.models.formats.reader import TensorReader
+from foretoken.models.formats.shards import weights_sha256
 from foretoken.models.heads.block import BlockHead, read_block
 from foretoken.models.heads.dialects import Written, write_block, write_eagle
 from foretoken.models.heads.eagle import MASK, EagleHead, default_taps, read_eagle
@@ -76,9 +78,9 @@ class Widening:
             raise InvalidRequest(
                 f"{wide} was widened from another model than {source}; its heads cannot be carried over"
             )
-        reader = ShardReader(source)
+        reader = TensorReader(open_weights(source), torch.float64)
         embedding = reader.get("model.embed_tokens.weight")
-        tied = "lm_head.weight" not in reader.names
+        tied = "lm_head.weight" not in reader.weights
         return Widening(
             q=rotation(embedding.shape[1], shape["hidden_size"], made["seed"]),
             norm=reader.get("model.norm.weight").double(),

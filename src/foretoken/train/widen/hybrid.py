@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.formats.shards import ShardReader
+from foretoken.models.formats.reader import TensorReader
 from foretoken.train.hybrid import HybridModel
 from foretoken.train.shapes import HybridShape
 from foretoken.train.widen.units import (
@@ -180,7 +180,7 @@ def fitted(shape: HybridShape, config: dict[str, Any]) -> HybridShape:
     return replace(shape, **{name: getattr(narrow, name) for name in _FIXED})
 
 
-def plan(reader: ShardReader, config: dict[str, Any], shape: HybridShape, seed: int) -> CheckpointPlan:
+def plan(reader: TensorReader, config: dict[str, Any], shape: HybridShape, seed: int) -> CheckpointPlan:
     """Returns the checkpoint of a hybrid of ``shape`` that computes the same as the source.
 
     Raises:
@@ -193,7 +193,7 @@ def plan(reader: ShardReader, config: dict[str, Any], shape: HybridShape, seed: 
     groups = shape.num_experts // config["num_experts"]
     stream = MarkedStream.random(config["hidden_size"], shape.hidden_size, groups, config["rms_norm_eps"], generator)
     scale = stream.scale * filler_scale(shape.num_hidden_layers)
-    dtype, mtp = reader.get("model.embed_tokens.weight").dtype, "mtp.fc.weight" in reader.names
+    dtype, mtp = reader.get("model.embed_tokens.weight").dtype, "mtp.fc.weight" in reader.weights
     widener = HybridWidener(reader, stream, generator, scale, config, shape, dtype)
     return CheckpointPlan(
         parameters=expected_parameters(config, shape, mtp),
@@ -271,7 +271,7 @@ class HybridWidener(UnitWidener):
             for name, tensor in self._layer(source, kind):
                 yield f"model.layers.{at}.{name}", tensor
         yield "model.norm.weight", self.stream.norm(get("model.norm.weight"), last=True)
-        head = get("lm_head.weight") if "lm_head.weight" in self.reader.names else embedding
+        head = get("lm_head.weight") if "lm_head.weight" in self.reader.weights else embedding
         yield "lm_head.weight", self.stream.reads(head)
         if mtp:
             yield from self._mtp(embedding)

@@ -12,7 +12,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import parse
 from foretoken.models.families.schema import CausalConfig
 from foretoken.models.families.table import FAMILIES
-from foretoken.models.formats.shards import ShardReader
+from foretoken.models.formats.reader import TensorReader
 from foretoken.train.widen.units import (
     CheckpointPlan,
     RotatedStream,
@@ -87,7 +87,7 @@ def checked(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def plan(reader: ShardReader, config: dict[str, Any], shape: WideShape, seed: int) -> CheckpointPlan:
+def plan(reader: TensorReader, config: dict[str, Any], shape: WideShape, seed: int) -> CheckpointPlan:
     """Returns the checkpoint of a Llama of ``shape`` that computes the same as the source.
 
     Raises:
@@ -95,7 +95,7 @@ def plan(reader: ShardReader, config: dict[str, Any], shape: WideShape, seed: in
         ModelLoadError: The weights do not fit the config.
     """
     check(config, shape)
-    if odd := sorted(n for n in reader.names if n.endswith(".bias") or "q_norm" in n or "k_norm" in n):
+    if odd := sorted(n for n in reader.weights if n.endswith(".bias") or "q_norm" in n or "k_norm" in n):
         raise InvalidRequest(f"cannot widen a model with {odd[0]}; only plain Llama layers are handled")
     check_embedding(reader, "model.embed_tokens.weight", config["vocab_size"], config["hidden_size"])
     return CheckpointPlan(
@@ -134,7 +134,7 @@ def expected_parameters(config: dict[str, Any], shape: WideShape) -> int:
     return shape.num_hidden_layers * layer + 2 * config["vocab_size"] * hidden + hidden
 
 
-def _tensors(reader: ShardReader, config: dict[str, Any], shape: WideShape, seed: int) -> Tensors:
+def _tensors(reader: TensorReader, config: dict[str, Any], shape: WideShape, seed: int) -> Tensors:
     stream = RotatedStream(rotation(config["hidden_size"], shape.hidden_size, seed))
     generator = torch.Generator().manual_seed(seed + 1)
     widener = UnitWidener(reader, stream, generator, filler_scale(shape.num_hidden_layers))
@@ -146,7 +146,7 @@ def _tensors(reader: ShardReader, config: dict[str, Any], shape: WideShape, seed
         for name, tensor in _layer(widener, config, shape, source):
             yield f"model.layers.{at}.{name}", tensor
     yield "model.norm.weight", torch.ones(stream.wide)
-    head = reader.get("lm_head.weight") if "lm_head.weight" in reader.names else embedding
+    head = reader.get("lm_head.weight") if "lm_head.weight" in reader.weights else embedding
     yield "lm_head.weight", stream.reads(head, reader.get("model.norm.weight"))
 
 

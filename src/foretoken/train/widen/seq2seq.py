@@ -18,7 +18,7 @@ import torch
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import parse
 from foretoken.models.families.schema import T5Config
-from foretoken.models.formats.shards import ShardReader
+from foretoken.models.formats.reader import TensorReader
 from foretoken.train.shapes import T5Shape
 from foretoken.train.widen.units import (
     CheckpointPlan,
@@ -72,7 +72,7 @@ def checked(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"head_dim": config["d_kv"]}
 
 
-def plan(reader: ShardReader, config: dict[str, Any], shape: T5Shape, seed: int) -> CheckpointPlan:
+def plan(reader: TensorReader, config: dict[str, Any], shape: T5Shape, seed: int) -> CheckpointPlan:
     """Returns the checkpoint of a T5 of ``shape`` that computes the same as the source.
 
     Raises:
@@ -171,7 +171,7 @@ class T5Widener(UnitWidener):
                     _, columns = head_groups(config["num_heads"], shape.num_heads, True)
                     yield name, reader.get(name)[:, list(columns)]
             yield f"{stack}.final_layer_norm.weight", torch.ones(self.stream.wide)
-        head = reader.get("lm_head.weight") if "lm_head.weight" in reader.names else embedding
+        head = reader.get("lm_head.weight") if "lm_head.weight" in reader.weights else embedding
         scale = config["d_model"] ** -0.5 if config["tie_word_embeddings"] else 1.0
         norm = reader.get("decoder.final_layer_norm.weight")
         yield "lm_head.weight", self.stream.reads(head.double() * scale, norm)

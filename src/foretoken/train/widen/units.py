@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.models.formats.shards import ShardReader
+from foretoken.models.formats.reader import TensorReader
 
 Tensors = Iterator[tuple[str, Tensor]]
 
@@ -175,7 +175,7 @@ class UnitWidener:
         write_scale: Standard deviation of the filler units' output columns.
     """
 
-    reader: ShardReader
+    reader: TensorReader
     stream: WideStream
     generator: torch.Generator
     write_scale: float
@@ -250,9 +250,9 @@ def check_wide_groups(wide: tuple[int, int], narrow: tuple[int, int], deeper: bo
         raise InvalidRequest("a key head with one query head cannot be added so that it cancels; ask for fewer")
 
 
-def check_embedding(reader: ShardReader, name: str, vocab: int, hidden: int) -> None:
+def check_embedding(reader: TensorReader, name: str, vocab: int, hidden: int) -> None:
     """Raises ModelLoadError if the embedding's shape is not the config's."""
-    if (shape := reader.shape(name)) != (vocab, hidden):
+    if (shape := tuple(reader.get(name).shape)) != (vocab, hidden):
         raise ModelLoadError(f"{name} is {shape}, but config.json says {vocab} x {hidden}")
 
 
