@@ -22,17 +22,26 @@ from torch import Tensor
 
 from foretoken.core.native import cpu
 from foretoken.core.native.build import SHARED, SWITCH, KernelsUnavailable, compiled, require
-from foretoken.core.native.status import check_layout, declare, load
+from foretoken.core.native.status import Headers, check_layout, declare, load
 
 _SOURCE = SHARED / "sampling.cpp"
 _MAX_FLOAT = torch.finfo(torch.float32).max
 _log = logging.getLogger(__name__)
+_HEADERS = Headers(
+    SHARED,
+    (
+        *("adjustment.hpp", "distribution.hpp", "token_row.hpp", "successors.hpp", "copies.hpp"),
+        *("leader_spec.hpp", "chain_verdict.hpp"),
+    ),
+)
 
 
+@_HEADERS.mirrored
 class _Distribution(Structure):
-    _fields_ = [*((name, c_float) for name in ("top", "inverse", "lowest", "over")), ("last", c_int32)]
+    """See csrc/distribution.hpp."""
 
 
+@_HEADERS.mirrored
 class Adjustment(Structure):
     """Changes of one row of logits, in the order in which they are applied. See ``SamplingLaw``.
 
@@ -50,12 +59,6 @@ class Adjustment(Structure):
         presence: Subtracted from the logits of generated tokens.
     """
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("allowed", "banned", "ends", "biased", "biases", "seen", "generated")),
-        *((name, c_int64) for name in ("banned_count", "end_count", "biased_count", "seen_count", "end_steps")),
-        *((name, c_float) for name in ("repetition", "frequency", "presence")),
-    ]
-
     def hold(self, **arrays: NDArray[Any]) -> None:
         """Sets pointers to arrays, which the object keeps alive. Their lengths are set by the caller."""
         for name, array in arrays.items():
@@ -64,10 +67,9 @@ class Adjustment(Structure):
                 setattr(self, name, array.ctypes.data)
 
 
+@_HEADERS.mirrored
 class FilterSpec(Structure):
     """Parameters of a row for the kernels."""
-
-    _fields_ = [("inverse", c_float), ("floor", c_float), ("top_k", c_int32), ("top_p", c_float)]
 
 
 class TokenSource(IntEnum):
@@ -79,6 +81,7 @@ class TokenSource(IntEnum):
     RACE = 3
 
 
+@_HEADERS.mirrored
 class DraftNodes(Structure):
     """The nodes of a draft of fixed candidates below a row, into which the row's token may lead.
 
@@ -93,13 +96,8 @@ class DraftNodes(Structure):
         path_count: Result: length of ``path``.
     """
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("ids", "parents", "rows", "path")),
-        ("stride", c_int64),
-        *((name, c_int32) for name in ("nodes", "deepest", "path_count")),
-    ]
 
-
+@_HEADERS.mirrored
 class TokenRow(Structure):
     """All that is read of a row of logits: its token, log-probabilities and the most probable tokens.
 
@@ -118,16 +116,6 @@ class TokenRow(Structure):
         rank: Result: its rank among them, from 1 on.
         token: Result: the token, -1 where none is possible. Given by the caller for ``TokenSource.GIVEN``.
     """
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("logits", "changes", "below", "ids")),
-        ("filter", FilterSpec),
-        ("noise", c_uint64),
-        *((name, c_int32) for name in ("source", "top_count")),
-        *((name, c_void_p) for name in ("top_ids", "top_logprobs")),
-        ("logprob", c_double),
-        *((name, c_int64) for name in ("position", "index", "rank", "token")),
-    ]
 
     tensor: Tensor | None
     adjustment: Adjustment | None
@@ -188,13 +176,9 @@ class Noise(NamedTuple):
     bits: int
 
 
+@_HEADERS.mirrored
 class SuccessorTable(Structure):
     """Likeliest successors of each token, and how often those of each rank came true, as the kernels read them."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("successors", "hits")),
-        *((name, c_int64) for name in ("vocab", "width")),
-    ]
 
     @staticmethod
     def of(successors: NDArray[np.int32], hits: NDArray[np.float64]) -> SuccessorTable:
@@ -202,34 +186,19 @@ class SuccessorTable(Structure):
         return SuccessorTable(successors.ctypes.data, hits.ctypes.data, *successors.shape)
 
 
+@_HEADERS.mirrored
 class CopySearch(Structure):
     """A search for earlier occurrences of the end of a text (csrc/copies.hpp)."""
 
-    _fields_ = [
-        ("text", c_void_p),
-        ("count", c_int64),
-        *((name, c_double) for name in ("factor", "min_prob")),
-        *((name, c_int32) for name in ("depth", "limit", "budget", "top_k")),
-    ]
 
-
+@_HEADERS.mirrored
 class LeaderSpec(Structure):
     """A request for the best tokens of rows of logits (csrc/leader_spec.hpp)."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("logits", "ids", "filter", "keys")),
-        *((name, c_int64) for name in ("stride", "key_stride", "rows", "n", "count")),
-        *((name, c_void_p) for name in ("tokens", "scores")),
-    ]
 
-
+@_HEADERS.mirrored
 class SampledChain(Structure):
     """A chain of sampled tokens and the target's logits (csrc/chain_verdict.hpp)."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("logits", "ids", "drawn_from")),
-        *((name, c_int64) for name in ("stride", "n", "count")),
-    ]
 
 
 class Kernels:

@@ -1,4 +1,4 @@
-"""Loads compiled libraries: statuses as exceptions, layouts of arguments, and the shared pool of threads.
+"""Loads compiled libraries: statuses as exceptions, structures of arguments, and the shared pool of threads.
 
 See csrc/status.hpp, csrc/entry.hpp and csrc/pool.hpp.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
-from ctypes import Structure, c_char_p, c_int32
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 from enum import IntEnum
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foretoken.core.errors import ForetokenError
 from foretoken.core.native import build
@@ -66,6 +67,59 @@ def declare(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., N
 
     function.errcheck = check
     return function
+
+
+_Spec = TypeVar("_Spec", bound=Structure)
+_SCALARS: dict[str, Any] = {
+    "int32_t": c_int32,
+    "int64_t": c_int64,
+    "uint8_t": c_uint8,
+    "uint64_t": c_uint64,
+    "float": c_float,
+    "double": c_double,
+}
+
+
+class Headers:
+    """The structures that C++ headers declare. ``check_layout`` compares their mirrors with a library.
+
+    Args:
+        folder: Folder of the headers.
+        names: Their names.
+        typed: Names of pointers to structures that Python reads or sets as objects; all others are addresses.
+        counts: Lengths of arrays, as they are written.
+    """
+
+    def __init__(
+        self, folder: Path, names: Sequence[str], typed: Sequence[str] = (), counts: Mapping[str, int] | None = None
+    ) -> None:
+        content = "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+        self._declarations, self._typed, self._counts = re.sub(r"//.*", "", content), typed, counts or {}
+        self._structures: dict[str, Any] = {}
+
+    def mirrored(self, structure: type[_Spec]) -> type[_Spec]:
+        """Sets the fields of a structure to those of the C++ structure of the same name."""
+        name = structure.__name__.lstrip("_")
+        body = re.search(rf"struct {name} {{(.*?)^}};", self._declarations, re.DOTALL | re.MULTILINE)
+        assert body is not None, name
+        fields: list[tuple[str, Any]] = []
+        for statement in body[1].split(";"):
+            words = statement.strip().removeprefix("const ")
+            if not words or re.search("[(){}]", words):  # functions
+                continue
+            kind, declared = re.split(r"(?<=\w)(?=\W)", words, maxsplit=1)
+            fields += (self._field(kind, declarator) for declarator in declared.split(","))
+        structure._fields_ = fields
+        self._structures[name] = structure
+        return structure
+
+    def _field(self, kind: str, declarator: str) -> tuple[str, Any]:
+        """Returns name and type of a field. Types that are no scalars or structures are those of functions."""
+        name, _, count = re.sub(r"[*\s]|\bconst\b", "", declarator).partition("[")
+        value = _SCALARS.get(kind) or self._structures.get(kind, c_void_p)
+        if "*" in declarator:
+            value = POINTER(value) if name in self._typed and declarator.count("*") == 1 else c_void_p
+        return name, value * self._counts[count.removesuffix("]")] if count else value
 
 
 class LayoutField(Structure):

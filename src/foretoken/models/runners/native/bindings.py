@@ -3,62 +3,28 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
-from functools import cache
+from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from foretoken.core.native.build import KernelsUnavailable
-from foretoken.core.native.status import check_layout, declare
+from foretoken.core.native.status import Headers, check_layout, declare
 
 LANES = 16
 UNIT = 32  # outputs of one unit of work; every width is padded to it
 TILE_STEPS = 16
 LORA_PARTS = 3  # matrices of the second half of a low-rank product
 MAX_HEAD, MAX_LATENT = 512, 1024  # as in csrc/specs.hpp
-_SOURCES = Path(__file__).parent / "csrc"
-_HEADERS = ("product.hpp", "packed.hpp", "router.hpp", "specs.hpp", "trees.hpp", "chains.hpp")
-_SCALARS: dict[str, Any] = {"int32_t": c_int32, "int64_t": c_int64, "uint8_t": c_uint8, "float": c_float}
-_COUNTS = {"16": 16, "LORA_PARTS": LORA_PARTS}  # lengths of arrays
-# Pointers to structures that Python reads or sets as objects; all others are addresses.
-_TYPED = ("layers", "ropes", "absorb", "expand", "expert_up", "expert_down", "replay", "model")
-_structures: dict[str, Any] = {}
-_Spec = TypeVar("_Spec", bound=Structure)
-
-
-@cache
-def _declarations() -> str:
-    """Returns the headers without comments."""
-    return re.sub(r"//.*", "", "\n".join((_SOURCES / name).read_text(encoding="utf-8") for name in _HEADERS))
-
-
-def mirrored(structure: type[_Spec]) -> type[_Spec]:
-    """Sets the fields of a structure to those of the C++ structure of the same name. ``check_layout`` compares them."""
-    body = re.search(rf"struct {structure.__name__} {{(.*?)^}};", _declarations(), re.DOTALL | re.MULTILINE)
-    assert body is not None, structure
-    fields: list[tuple[str, Any]] = []
-    for statement in body[1].split(";"):
-        words = statement.strip().removeprefix("const ")
-        if not words or re.search("[(){}]", words):  # functions
-            continue
-        kind, declared = re.split(r"(?<=\w)(?=\W)", words, maxsplit=1)
-        fields += (_field(kind, declarator) for declarator in declared.split(","))
-    structure._fields_ = fields
-    _structures[structure.__name__] = structure
-    return structure
-
-
-def _field(kind: str, declarator: str) -> tuple[str, Any]:
-    """Returns name and type of a field. Types that are no scalars or structures are those of functions."""
-    name, _, count = re.sub(r"[*\s]|\bconst\b", "", declarator).partition("[")
-    value = _SCALARS.get(kind) or _structures.get(kind, c_void_p)
-    if "*" in declarator:
-        value = POINTER(value) if name in _TYPED and declarator.count("*") == 1 else c_void_p
-    return name, value * _COUNTS[count.removesuffix("]")] if count else value
+_HEADERS = Headers(
+    Path(__file__).parent / "csrc",
+    ("product.hpp", "packed.hpp", "router.hpp", "specs.hpp", "trees.hpp", "chains.hpp"),
+    typed=("layers", "ropes", "absorb", "expand", "expert_up", "expert_down", "replay", "model"),
+    counts={"16": 16, "LORA_PARTS": LORA_PARTS},
+)
+mirrored = _HEADERS.mirrored
 
 
 @mirrored
