@@ -270,9 +270,6 @@ class Architecture:
 
         Args:
             max_length: maximum length of a sequence in tokens; the checkpoint's own limit is never exceeded.
-
-        Raises:
-            ModelLoadError: a field is missing or wrong.
         """
         family, c, stated = read(config)
         heads, positions, head_dim = c["num_attention_heads"], c["max_position_embeddings"], fields.head_dim(c)
@@ -308,18 +305,12 @@ class Architecture:
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Returns whether the native decoder computes this architecture exactly, however its weights are stored.
-
-    Raises ModelLoadError if a field of a known architecture is missing or wrong.
-    """
+    """Returns whether the native decoder computes this architecture exactly, however its weights are stored."""
     return unsupported(config) is None
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Returns the first feature of a config.json that the native decoder does not compute; None if it computes all.
-
-    Raises ModelLoadError if a field of a known architecture is missing or wrong.
-    """
+    """Returns the first feature of a config.json that the native decoder does not compute; None if it computes all."""
     if config.get("model_type") not in FAMILIES:
         return f"model_type {config.get('model_type')!r}"
     family, c, stated = read(config)

@@ -86,10 +86,7 @@ _OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}  # names of kinds of layers 
 
 
 def read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any], dict[str, Any]]:
-    """Returns the family, ``config`` by Llama's names with the family's defaults, and the family's own fields.
-
-    Raises ModelLoadError if a field is missing or wrong.
-    """
+    """Returns the family, ``config`` by Llama's names with the family's defaults, and the family's own fields."""
     family = FAMILIES[config["model_type"]]
     aliased = {name: config[alias] for name, alias in family.aliases.items() if alias in config}
     replaced = {name: value for name, value in family.defaults.items() if name in family.aliases}

@@ -353,9 +353,6 @@ def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
 
     Args:
         c: the config.json of a decoder, with its family's defaults filled in.
-
-    Raises:
-        ModelLoadError: a field is missing or wrong.
     """
     family, layers = EXPERT_FAMILIES.get(c["model_type"]), range(c["num_hidden_layers"])
     has_kind = [

@@ -38,10 +38,7 @@ class LatentAttention:
 
 
 def rotary_head(c: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the width of the rotary key, from which rotary frequencies follow.
-
-    Raises ModelLoadError if a size is missing.
-    """
+    """Returns the width of the rotary key, from which rotary frequencies follow."""
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"):
         if c.get(name) is None:
             raise ModelLoadError(f"config.json lacks {name!r}")

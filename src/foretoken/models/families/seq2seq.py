@@ -34,19 +34,13 @@ class Seq2SeqArchitecture:
 
     @staticmethod
     def of(config: Mapping[str, Any], max_length: int | None = None) -> Seq2SeqArchitecture:
-        """Returns the architecture of a config.json that ``supports`` accepts.
-
-        Raises ModelLoadError if a field is missing or wrong.
-        """
+        """Returns the architecture of a config.json that ``supports`` accepts."""
         _check(config)
         return (_of_t5 if config["model_type"] in T5 else _of_bart)(config, max_length)
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Returns whether our runtime computes this encoder-decoder exactly.
-
-    Raises ModelLoadError if a field of a known architecture is missing or wrong.
-    """
+    """Returns whether our runtime computes this encoder-decoder exactly."""
     family = config.get("model_type")
     if family not in (*T5, *BART):
         return False

@@ -73,9 +73,6 @@ def resolve(name_or_path: str | Path, gguf_file: str | None = None) -> Path:
         name_or_path: a folder, a GGUF file, or a hub id like ``org/name`` or ``org/name:Q4_K_M``. A folder with one
             GGUF file and no other weights stands for that file. The first file of a split model stands for all.
         gguf_file: name of a GGUF file in the folder or repository.
-
-    Raises:
-        ModelLoadError: no such folder, file or hub id exists.
     """
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.is_dir() and name:
@@ -190,10 +187,7 @@ def load_generation_settings(path: Path) -> list[GenerationSettings]:
 
 
 def eos_ids(path: Path, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Returns the end-of-sequence ids of the checkpoint and the tokenizer that the vocabulary has.
-
-    Raises ModelLoadError if a configuration file is malformed.
-    """
+    """Returns the end-of-sequence ids of the checkpoint and the tokenizer that the vocabulary has."""
     ids = [token for settings in load_generation_settings(path) for token in settings.eos_token_id]
     if tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
@@ -201,10 +195,7 @@ def eos_ids(path: Path, tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def start_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
-    """Returns the first decoder tokens of an encoder-decoder: its start token, and the forced first token, if any.
-
-    Raises ModelLoadError if the checkpoint names no start token, or an id outside its vocabulary.
-    """
+    """Returns the first decoder tokens of an encoder-decoder: its start token, and the forced first token, if any."""
     settings = load_generation_settings(path)
 
     def named(name: str) -> int | None:
@@ -226,10 +217,7 @@ def start_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def open_weights(path: Path) -> StoredTensors:
-    """Returns all tensors of a checkpoint or GGUF file by name; each is read from disk on access.
-
-    Raises ModelLoadError if a file is missing or damaged, or the weights are pickles.
-    """
+    """Returns all tensors of a checkpoint or GGUF file by name; each is read from disk on access."""
     if not is_gguf(path := Path(path)):
         return Weights(path)
     from foretoken.models.formats.gguf.weights import GGUFWeights
@@ -238,10 +226,7 @@ def open_weights(path: Path) -> StoredTensors:
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer:
-    """Loads the checkpoint's tokenizer, without remote code.
-
-    Raises ModelLoadError if the tokenizer cannot be loaded.
-    """
+    """Loads the checkpoint's tokenizer, without remote code."""
     path = resolve(name)
     try:
         tokenizer = _tokenizer(path)
@@ -280,10 +265,7 @@ def _tokenizer(path: Path) -> PreTrainedTokenizerBase | PlainTokenizer:
 
 
 def load_vocabulary(path: Path) -> dict[str, int] | None:
-    """Returns the id of every token of a folder or GGUF file; None if it has no tokenizer.
-
-    Raises ModelLoadError if the tokenizer cannot be loaded.
-    """
+    """Returns the id of every token of a folder or GGUF file; None if it has no tokenizer."""
     if is_gguf(path):
         from foretoken.models.formats.gguf.tokenizer import token_ids
 
@@ -295,10 +277,7 @@ def load_vocabulary(path: Path) -> dict[str, int] | None:
 
 
 def vocabulary_size(path: Path) -> int | None:
-    """Returns the number of tokens that a checkpoint's config.json names, padding included; None if it names none.
-
-    Raises ModelLoadError if the file is missing or malformed.
-    """
+    """Returns the number of tokens that a checkpoint's config.json names, padding included; None if it names none."""
     config = load_config(path)
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return size if isinstance(size, int) else None

@@ -21,10 +21,7 @@ from foretoken.models.formats.weights import ExpertWeights, LinearWeights, Matri
 
 
 def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> ExpertWeights[LinearWeights, MatrixStack]:
-    """Reads the experts of the layer with names below ``at``.
-
-    Raises ModelLoadError if a tensor is missing or has the wrong shape.
-    """
+    """Reads the experts of the layer with names below ``at``."""
     router, shared, b = f"{at}.{e.names.router}", f"{at}.{e.names.shared}", e.beside
     shared_up = reader.halves(tuple(f"{shared}.{part}" for part in e.names.shared_up))
     stored = reader.shaped(f"{router}.weight", (e.count, hidden))
@@ -134,9 +131,6 @@ class _Stack:
         Args:
             shape: (experts, out, in).
             inputs_first: whether floats are stored as [experts, in, out].
-
-        Raises:
-            ModelLoadError: it has another shape.
         """
         experts, out, inputs = shape
         groups = reader.groups(name)
@@ -173,10 +167,7 @@ class _Stack:
 
 
 def read_stack(reader: TensorReader, name: str, shape: tuple[int, int, int]) -> MatrixStack:
-    """Reads one tensor with a matrix for each expert or head.
-
-    Raises ModelLoadError if it is missing or has another shape.
-    """
+    """Reads one tensor with a matrix for each expert or head."""
     return _Stack.of(reader, name, shape).stack(slice(None))
 
 

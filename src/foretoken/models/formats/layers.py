@@ -80,10 +80,7 @@ def read_layer(source: Source, index: int) -> LayerWeights:
 
 
 def layer_at(a: Architecture, reader: TensorReader, at: str, index: int) -> LayerWeights:
-    """Reads layer ``index`` of an architecture, whose names begin with ``at``.
-
-    Raises ModelLoadError if a tensor is missing or has the wrong shape.
-    """
+    """Reads layer ``index`` of an architecture, whose names begin with ``at``."""
     names, layer = a.names, a.stack[index]
     beside = None if layer.experts is None else layer.experts.beside
 

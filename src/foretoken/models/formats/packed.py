@@ -121,9 +121,6 @@ class PackedWeights(StoredTensors):
 
     Args:
         weights: the stored tensors.
-
-    Raises:
-        ModelLoadError: the tensors of a matrix do not belong together.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], s: PackedSettings) -> None:

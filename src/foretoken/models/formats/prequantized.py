@@ -147,10 +147,7 @@ class Fp8Quantization(Schema):
 
 
 def check_prequantized(config: Mapping[str, Any]) -> bool:
-    """Returns whether the checkpoint's weights are int8 with a scale per channel.
-
-    Raises ModelLoadError if they are quantized in a way that is not supported.
-    """
+    """Returns whether the checkpoint's weights are int8 with a scale per channel."""
     settings = config.get("quantization_config")
     if not settings or packing_of(config) is not None:
         return False
@@ -163,10 +160,7 @@ def check_prequantized(config: Mapping[str, Any]) -> bool:
 
 
 def packing_of(config: Mapping[str, Any]) -> PackedSettings | Fp8Settings | None:
-    """Returns the packing of the checkpoint's codes, or the scaling of its eight-bit floats; None if it has neither.
-
-    Raises ModelLoadError if they are packed or scaled in a way that is not supported.
-    """
+    """Returns the packing of the checkpoint's codes, or the scaling of its eight-bit floats; None if it has neither."""
     settings = config.get("quantization_config")
     if not settings:
         return None
@@ -228,10 +222,7 @@ def _block(sizes: Any) -> tuple[int, int] | None:
 
 
 def unpacked(weights: StoredTensors, config: Mapping[str, Any]) -> StoredTensors:
-    """Returns the tensors of a checkpoint, with packed matrices and eight-bit floats under plain names.
-
-    Raises ModelLoadError if they are packed in a way that is not supported, or are damaged.
-    """
+    """Returns the tensors of a checkpoint, with packed matrices and eight-bit floats under plain names."""
     settings = packing_of(config)
     if settings is None:
         return weights
@@ -247,10 +238,7 @@ def unpacked(weights: StoredTensors, config: Mapping[str, Any]) -> StoredTensors
 
 
 def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:
-    """Returns the weight of the linear layer ``name``; None if it is not quantized.
-
-    Raises ModelLoadError if it is not int8 with one scale per output channel and without zero points.
-    """
+    """Returns the weight of the linear layer ``name``; None if it is not quantized."""
     if f"{name}._weight_qdata" in weights:
         values, scales = weights[f"{name}._weight_qdata"], weights.get(f"{name}._weight_scale")
         offset = weights.get(f"{name}._weight_zero_point")

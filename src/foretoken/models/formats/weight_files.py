@@ -38,9 +38,6 @@ def check_finite(name: str, tensor: Tensor, where: str) -> None:
         name: the tensor's name in the checkpoint.
         tensor: its values.
         where: the file or folder that holds it.
-
-    Raises:
-        ModelLoadError: the tensor holds NaN or infinity.
     """
     if not is_finite(tensor):
         raise ModelLoadError(
@@ -49,10 +46,7 @@ def check_finite(name: str, tensor: Tensor, where: str) -> None:
 
 
 def converted(name: str, tensor: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
-    """Returns a finite tensor in ``dtype``.
-
-    Raises ModelLoadError if the tensor holds numbers beyond the range of float16.
-    """
+    """Returns a finite tensor in ``dtype``."""
     result = tensor.to(dtype, copy=copy)
     if dtype == torch.float16 and result.dtype != tensor.dtype and not is_finite(result):
         raise ModelLoadError(

@@ -92,10 +92,7 @@ def is_assistant(config: Mapping[str, Any]) -> bool:
 
 
 def read_assistant(path: Path, dtype: torch.dtype) -> AssistantHead:
-    """Reads the checkpoint in ``path``, its matrices in ``dtype``.
-
-    Raises ModelLoadError if it is incomplete, inconsistent, or no assistant.
-    """
+    """Reads the checkpoint in ``path``, its matrices in ``dtype``."""
     config, weights = open_head(path)
     if not is_assistant(config):
         raise ModelLoadError(
@@ -308,10 +305,7 @@ class AssistantNet(FeatureNet):
 
 
 def target_layers(assistant: Architecture, target: Architecture) -> list[int]:
-    """Returns the layer of the target that each layer of an assistant reads: the last one of its kind.
-
-    Raises ModelLoadError if the target has none of its kind, or their sizes differ.
-    """
+    """Returns the layer of the target that each layer of an assistant reads: the last one of its kind."""
     numbers = []
     for layer in assistant.stack:
         same_kind = [

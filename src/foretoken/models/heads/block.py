@@ -155,10 +155,7 @@ class BlockHead:
 
 
 def read_block(path: Path) -> BlockHead:
-    """Reads the checkpoint in ``path``.
-
-    Raises ModelLoadError if it is incomplete, inconsistent, or not a block drafter that is computed here.
-    """
+    """Reads the checkpoint in ``path``."""
     config, weights = open_head(path)
     tensors = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     if "hidden_norm.weight" not in tensors or "layers.0.self_attn.q_norm.weight" not in tensors:

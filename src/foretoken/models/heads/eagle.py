@@ -131,10 +131,7 @@ def default_taps(layers: int) -> tuple[int, int, int]:
 
 
 def read_eagle(path: Path) -> EagleHead:
-    """Reads the checkpoint in ``path``.
-
-    Raises ModelLoadError if it is incomplete, inconsistent, or not an EAGLE head.
-    """
+    """Reads the checkpoint in ``path``."""
     config, weights = open_head(path)
     flat = _flat(config, path)
     tensors = {name.replace("midlayer.", "layers.0."): weights[name] for name in weights}

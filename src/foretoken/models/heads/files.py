@@ -59,11 +59,7 @@ def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
 
 
 def open_head(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """Returns config.json and the tensors, those of a quantized head as floats.
-
-    Raises:
-        ModelLoadError: the checkpoint is damaged, or its weights are pickles; the message says how to convert them.
-    """
+    """Returns config.json and the tensors, those of a quantized head as floats."""
     config = load_config(path)
     if not (path / SINGLE).is_file() and not (path / INDEX).is_file():
         pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
@@ -82,10 +78,7 @@ def open_head(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
 
 
 def ends_of(path: Path) -> tuple[Mapping[str, Tensor], str, str]:
-    """Returns a target's tensors, and the names of its embedding and its vocabulary head, which it may lack.
-
-    Raises ModelLoadError if the checkpoint is damaged.
-    """
+    """Returns a target's tensors, and the names of its embedding and its vocabulary head, which it may lack."""
     config, weights = load_config(path), open_weights(path)
     config = text_part(config) or config
     if unsupported(config) is None:
@@ -118,10 +111,7 @@ def check_dimensions(path: Path, tensors: Mapping[str, Tensor], expected: Mappin
 
 
 def layer_settings(config: Mapping[str, Any], path: Path, *keys: str) -> dict[str, Any]:
-    """Returns the fields of config.json for a head's decoder layers, by Llama's names, and the fields ``keys``.
-
-    Raises ModelLoadError if a size is missing or wrong.
-    """
+    """Returns the fields of config.json for a head's decoder layers, by Llama's names, and the fields ``keys``."""
     layer = {key: config[key] for key in (*_LAYER_KEYS, *keys) if config.get(key) is not None}
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
         layer[key] = number(config, path, key)
@@ -181,10 +171,7 @@ def check_vocabulary_head(matrix: Tensor, vocab: int, hidden: int) -> None:
 
 
 def number(config: Mapping[str, Any], path: Path, *names: str, default: int | None = None, high: int = MAX_INT) -> int:
-    """Returns the first of ``names`` in config.json, or ``default``, as an integer from 1 to ``high``.
-
-    Raises ModelLoadError if it is missing or no such integer.
-    """
+    """Returns the first of ``names`` in config.json, or ``default``, as an integer from 1 to ``high``."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
         raise ModelLoadError(
@@ -203,9 +190,6 @@ def mask_token(config: Mapping[str, Any], vocab: int, path: Path) -> int | None:
     Args:
         vocab: size of the draft's input vocabulary.
         path: the checkpoint, for the message.
-
-    Raises:
-        ModelLoadError: it is no token of the vocabulary.
     """
     name = next((key for key in MASK_KEYS if config.get(key) is not None), None)
     if name is None:

@@ -108,10 +108,7 @@ class MtpLayer:
 
 
 def has_mtp(path: Path) -> bool:
-    """Returns whether a checkpoint's folder, or a GGUF file, has MTP layers that are computed here.
-
-    Raises ModelLoadError if the checkpoint is damaged, or quantized in a way that is not supported.
-    """
+    """Returns whether a checkpoint's folder, or a GGUF file, has MTP layers that are computed here."""
     config = _config(path)
     if unsupported(config) is not None:
         return False
@@ -124,9 +121,6 @@ def read_mtp(path: Path, dtype: torch.dtype, quantizer: Quantizer | None = None)
     Args:
         path: the target's folder, or one with the layers alone.
         quantizer: quantizes their matrices; None leaves them as they are.
-
-    Raises:
-        ModelLoadError: there are none, they are incomplete, or they are not computed here.
     """
     config = _config(path)
     reason = unsupported(config)
@@ -155,10 +149,7 @@ def check_mtp_fits(path: Path, dtype: torch.dtype, device: torch.device) -> None
 
 
 def hidden_states_of(path: Path) -> dict[str, bool]:
-    """Returns config.json's statement of the hidden states that the layers were trained on; see ``mtp_states.py``.
-
-    Raises ModelLoadError if a value is not valid.
-    """
+    """Returns config.json's statement of the hidden states that the layers were trained on; see ``mtp_states.py``."""
     value = load_config(path).get(HIDDEN_KEY)
     if value is None:
         return {}
@@ -168,10 +159,7 @@ def hidden_states_of(path: Path) -> dict[str, bool]:
 
 
 def target_embedding(path: Path, dtype: torch.dtype) -> Tensor:
-    """Returns the embedding of a target [V, H], which heads share.
-
-    Raises ModelLoadError if the checkpoint has none.
-    """
+    """Returns the embedding of a target [V, H], which heads share."""
     config = _config(path)
     weights, a = unpacked(open_weights(path), config), Architecture.of(config)
     reader = Source(weights, a, dtype).reader

@@ -97,9 +97,6 @@ def checkpoint_facts(path: Path) -> dict[str, Any]:
 
     Norms are not quantized, and are hashed in bfloat16. The matrix is a row of the middle layer's value projection, in
     groups whose smallest and largest elements a quantization keeps.
-
-    Raises:
-        ModelLoadError: The checkpoint is damaged.
     """
     config, weights = load_config(path), open_weights(path)
     digest = hashlib.sha256()
@@ -144,9 +141,6 @@ def published_drafters(model: str | Path, method: str | None = None) -> list[Fou
 
     Args:
         model: Folder, GGUF file or hub name. A hub name need not be in the cache.
-
-    Raises:
-        ModelLoadError: The checkpoint on this machine is damaged.
     """
     path = local_path(str(model))
     names = [str(model).partition(":")[0]] if path is None else names_of(path)
@@ -164,9 +158,6 @@ def names_of(path: Path) -> list[str]:
     """Returns the names of a local checkpoint: its own, then those of the model that it was made from.
 
     They are in the metadata of a GGUF file, in config.json and README.md of a folder, and in the path.
-
-    Raises:
-        ModelLoadError: The checkpoint is damaged.
     """
     if is_gguf(path):
         from foretoken.models.formats.gguf.header import Header

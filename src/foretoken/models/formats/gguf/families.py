@@ -144,10 +144,7 @@ FAMILIES = {
 
 
 def family_of(header: Header) -> tuple[str, GGUFFamily]:
-    """Returns the name of a file's architecture and its description.
-
-    Raises ModelLoadError if the runtime does not support the architecture.
-    """
+    """Returns the name of a file's architecture and its description."""
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelLoadError(
@@ -161,10 +158,7 @@ def family_of(header: Header) -> tuple[str, GGUFFamily]:
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """Returns the config.json that the metadata describes.
-
-    Raises ModelLoadError if a key is missing or wrong, or has a value that the runtime does not support.
-    """
+    """Returns the config.json that the metadata describes."""
     name, family = family_of(header)
     m = Metadata(header, name)
     embedding = header.tensors.get("token_embd.weight")

@@ -21,10 +21,7 @@ _UNTURNED = 1e29  # Gemma 4's pairs that are not turned have frequencies divided
 
 
 def positions(m: Metadata) -> dict[str, Any]:
-    """Returns the base, the rotated fraction of a head, and the scaling if there is any.
-
-    Raises ModelLoadError if the scaling is of a kind that is not computed, or incomplete.
-    """
+    """Returns the base, the rotated fraction of a head, and the scaling if there is any."""
     rotated = m.get("rope.dimension_count", default=m.head_dim)
     scaling = _scaling(m, rotated)
     return {

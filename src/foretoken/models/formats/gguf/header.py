@@ -77,20 +77,13 @@ class Header:
         """Reads and checks a file's header; the headers of the last few files are kept.
 
         The first file of a split model (``split.count``) stands for all.
-
-        Raises:
-            ModelLoadError: the file cannot be read, is no GGUF file of a known version, or is damaged; or a part of
-                a model is missing.
         """
         header = _of_file(path)
         parts = split_parts(header)
         return header if len(parts) == 1 else _joined(header, [_of_file(part) for part in parts[1:]])
 
     def array(self, key: str) -> list[Any] | None:
-        """Returns the elements of an array; None if the file has no such key.
-
-        Raises ModelLoadError if the value is no array, or a string is not UTF-8.
-        """
+        """Returns the elements of an array; None if the file has no such key."""
         stored = self.metadata.get(key)
         if stored is None:
             return None
@@ -104,10 +97,7 @@ class Header:
 
 
 def split_parts(header: Header) -> list[Path]:
-    """Returns the files of a model in order, by llama.cpp's convention for their names.
-
-    Raises ModelLoadError if the file is not the first of its model, or does not have its name.
-    """
+    """Returns the files of a model in order, by llama.cpp's convention for their names."""
     count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
     if not isinstance(count, int) or not 0 <= count <= MAX_PARTS:
         raise damaged(header.path, f"split.count is {shortened(count)}; expected at most {MAX_PARTS}")

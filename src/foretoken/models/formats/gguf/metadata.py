@@ -59,10 +59,7 @@ class Metadata:
         return self.need(keys[0], (float, int)) if first is None else first
 
     def by_layer(self, key: str) -> list[int]:
-        """Returns a number for each layer, which the file may store once for all; [] without one.
-
-        Raises ModelLoadError if the value is no whole number, nor one for each layer.
-        """
+        """Returns a number for each layer, which the file may store once for all; [] without one."""
         layers = self.layers
         if not isinstance(self.header.metadata.get(f"{self.architecture}.{key}"), StoredArray):
             value = self.get(key)

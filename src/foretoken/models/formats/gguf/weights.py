@@ -153,9 +153,6 @@ class GGUFWeights(StoredTensors):
 
     Tensors are read on access, in parts, so nothing stays resident: floats in the type of the file, quantized ones as
     float32.
-
-    Raises:
-        ModelLoadError: the file is damaged, or has tensors or types that are not supported.
     """
 
     def __init__(self, path: Path) -> None:

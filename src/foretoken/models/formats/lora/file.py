@@ -111,10 +111,7 @@ class LoraSettings(Schema):
 
 
 def read_settings(folder: Path) -> LoraSettings:
-    """Reads the settings of an adapter.
-
-    Raises ModelLoadError if the file is missing or malformed, or the adapter is of a kind that is not supported.
-    """
+    """Reads the settings of an adapter."""
     file = folder / SETTINGS
     content = read_object(file, hint="the folder of a PEFT adapter has one")
     settings = parse(LoraSettings, content, str(file))
@@ -173,9 +170,6 @@ class AdapterFile:
 
     Attributes:
         modules: names of the modules that have matrices.
-
-    Raises:
-        ModelLoadError: there are no tensors, or some are not matrices of linear layers.
     """
 
     def __init__(self, folder: Path, file: Any) -> None:

@@ -111,10 +111,7 @@ def _swapped(p: ExpertParameter, settings: LoraSettings) -> bool:
 def read_parameter(
     file: AdapterFile, prefix: str, settings: LoraSettings, p: ExpertParameter, stored: str
 ) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Returns, for each expert, down [rank, in] and up [out, rank] in parts, without their scale.
-
-    Raises ModelLoadError if the matrices have other shapes, or do not hold finite floats.
-    """
+    """Returns, for each expert, down [rank, in] and up [out, rank] in parts, without their scale."""
     rank = settings.rank(prefix + p.full_name)
     swapped = _swapped(p, settings)
     if p.rows != p.columns:
@@ -151,12 +148,7 @@ AdapterLayer = Mapping[Product, LowRank | Sequence[LowRank | None]]
 
 
 def read_adapter(folder: Path, architecture: Architecture) -> list[AdapterLayer]:
-    """Reads an adapter in PEFT's format for a decoder. Returns its matrices by layer.
-
-    Raises:
-        ModelLoadError: a file is missing or damaged, its weights are pickles, or they do not fit the model. No
-            part of the adapter is ignored.
-    """
+    """Reads an adapter in PEFT's format for a decoder. Returns its matrices by layer."""
     settings = read_settings(folder)
     if architecture.multiplied:
         raise ModelLoadError(
