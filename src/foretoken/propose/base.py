@@ -125,6 +125,23 @@ class Proposer:
             member.enable_prefix_cache(max_bytes * member.kv_bytes_per_token // each)
 
 
+class ModelProposer(Proposer):
+    """Base class of proposers with one draft model."""
+
+    model: Model
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.model.kv_bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        return self.model.state_bytes
+
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        self.model.enable_prefix_cache(max_bytes)
+
+
 MEMBERS = tuple(
     name for name, member in vars(Proposer).items() if name[0] != "_" and not isinstance(member, staticmethod)
 )

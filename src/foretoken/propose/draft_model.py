@@ -22,7 +22,7 @@ from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_config, load_vocabulary, resolve, vocabulary_size
 from foretoken.models.heads.files import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
-from foretoken.propose.base import BuildContext, Method, Observation, Proposer
+from foretoken.propose.base import BuildContext, Method, ModelProposer, Observation
 from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, GrowthConfig, begin, grow_at_once, is_drawn
 from foretoken.propose.scores import DraftStop, check_stop, make_stop
@@ -57,7 +57,7 @@ class DraftModelConfig(GrowthConfig):
             raise InvalidRequest(f"draft_stop ends chains, and tree is {self.tree!r}; leave one of them out")
 
 
-class DraftModel(Proposer):
+class DraftModel(ModelProposer):
     """Drafts with ``model``, all sequences of a step in one pass per level, or all levels in one call.
 
     In the distribution grade, tokens are sampled from the draft's distribution under the request's own parameters, and
@@ -113,17 +113,6 @@ class DraftModel(Proposer):
         if known:
             handles, tokens = zip(*known, strict=True)
             self.model.commit(handles, tokens)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.model.kv_bytes_per_token
-
-    @property
-    def state_bytes(self) -> int:
-        return self.model.state_bytes
-
-    def enable_prefix_cache(self, max_bytes: int) -> None:
-        self.model.enable_prefix_cache(max_bytes)
 
     def replace(self, model: Model) -> None:
         """Drafts with another model from the next step on; it prefills the contexts again."""

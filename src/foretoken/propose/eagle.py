@@ -15,7 +15,6 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.heads.eagle import EagleNet
 from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.heads.loading import load_eagle
-from foretoken.models.heads.taps import TapConvention
 from foretoken.propose.base import BuildContext, Method
 from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, grow_at_once
@@ -34,39 +33,22 @@ class EagleConfig(HeadGrowth):
 
 
 class Eagle(HiddenStateProposer):
-    """Drafts with an EAGLE head.
-
-    Args:
-        reading: How the head's layer ids were interpreted, if that had to be measured.
-    """
+    """Drafts with an EAGLE head."""
 
     net: EagleNet
 
-    def __init__(
-        self,
-        net: EagleNet,
-        taps: Sequence[int],
-        config: EagleConfig | None = None,
-        reading: TapConvention | None = None,
-    ) -> None:
+    def __init__(self, net: EagleNet, taps: Sequence[int], config: EagleConfig | None = None) -> None:
         super().__init__("eagle3" if net.joined else "eagle", net, taps, config or EagleConfig())
-        self.reading = reading
 
 
 class ParallelEagle(Eagle):
     """Drafts all levels in one pass (P-EAGLE): mask tokens with a learned feature stand for those not drafted yet."""
 
-    def __init__(
-        self,
-        net: EagleNet,
-        taps: Sequence[int],
-        config: EagleConfig | None = None,
-        reading: TapConvention | None = None,
-    ) -> None:
+    def __init__(self, net: EagleNet, taps: Sequence[int], config: EagleConfig | None = None) -> None:
         assert net.head.mask_token is not None
         self._mask = net.mask = net.head.mask_token, net.mask_feature()
         net.foresees = True
-        super().__init__(net, taps, config, reading)
+        super().__init__(net, taps, config)
 
     def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> None:
         if draft_at_once(self.net, active, self.net.vocab_size):
@@ -88,7 +70,7 @@ def build(config: EagleConfig, build_context: BuildContext) -> Eagle:
             "and a pard_token in its config.json; leave it out, or take another head"
         )
     kind = ParallelEagle if able and config.parallel_drafting is not False else Eagle
-    return kind(loaded.net, loaded.taps, config, loaded.convention)
+    return kind(loaded.net, loaded.taps, config)
 
 
 METHOD = Method(EagleConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)

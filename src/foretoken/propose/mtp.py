@@ -15,7 +15,6 @@ from foretoken.models.base import Scores
 from foretoken.models.heads.assistant import AssistantHandle, AssistantNet
 from foretoken.models.heads.feature_net import DraftNet
 from foretoken.models.heads.loading import load_assistant, load_mtp
-from foretoken.models.heads.taps import MtpStates
 from foretoken.propose.base import BuildContext, Method
 from foretoken.propose.growers import GrowthConfig, TreeKind, refuse_window
 from foretoken.propose.hidden_states import HeadGrowth, HiddenStateProposer
@@ -43,17 +42,10 @@ class MtpConfig(HeadGrowth):
 
 
 class Mtp(HiddenStateProposer):
-    """Drafts with MTP layers.
+    """Drafts with MTP layers."""
 
-    Args:
-        states: Which hidden states are read, and how that was found out.
-    """
-
-    def __init__(
-        self, net: DraftNet, taps: Sequence[int], config: MtpConfig | None = None, states: MtpStates | None = None
-    ) -> None:
+    def __init__(self, net: DraftNet, taps: Sequence[int], config: MtpConfig | None = None) -> None:
         super().__init__("mtp", net, taps, config or MtpConfig())
-        self.states = states
 
 
 def build(config: MtpConfig, build_context: BuildContext) -> Mtp:
@@ -66,7 +58,7 @@ def build(config: MtpConfig, build_context: BuildContext) -> Mtp:
         _PLACES[config.chained_states],
         config.draft_window,
     )
-    return Mtp(loaded.net, loaded.taps, config, loaded.states)
+    return Mtp(loaded.net, loaded.taps, config)
 
 
 METHOD = Method(MtpConfig, build, tokens=8, drafts_trees=True, takes_draft_model=True)

@@ -21,7 +21,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.models.formats.memory import give_back
-from foretoken.propose.base import BuildContext, Method, Observation, Proposer
+from foretoken.propose.base import BuildContext, Method, ModelProposer, Observation, Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.pieces import Pieces, Script
 
@@ -216,7 +216,7 @@ class SharedTokenModel(Model):
         return F.pad(logits, (0, 1), value=-torch.inf).index_select(-1, self._columns)
 
 
-class Vocabulary(Proposer):
+class Vocabulary(ModelProposer):
     """Both algorithms over one model. Unless configured, a request's law decides between them."""
 
     name = "vocabulary"
@@ -247,17 +247,6 @@ class Vocabulary(Proposer):
     def forget(self, context: Context) -> None:
         for member in self.members.values():
             member.forget(context)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.model.kv_bytes_per_token
-
-    @property
-    def state_bytes(self) -> int:
-        return self.model.state_bytes
-
-    def enable_prefix_cache(self, max_bytes: int) -> None:
-        self.model.enable_prefix_cache(max_bytes)
 
     def _algorithm(self, context: Context) -> str:
         return self.config.algorithm or ("slem" if context.law.greedy else "tli")

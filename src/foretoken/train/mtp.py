@@ -74,7 +74,7 @@ class MtpHead(Head):
 
     def describe(self, target: FrozenTarget) -> dict[str, Any]:
         shape, attention = target.config, self.layer.self_attn
-        states = {HIDDEN_KEY: {"normed": True, "chained_normed": True}}  # see models/heads/mtp_states
+        states = {HIDDEN_KEY: {"normed": True, "chained_normed": True}}  # see models/heads/taps
         if shape.model_type == HYBRID_TYPE:
             sizes = {"num_attention_heads": attention.heads, "num_key_value_heads": attention.kv_heads}
             return {**load_config(target.path), **sizes, **states}

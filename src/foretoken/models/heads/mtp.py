@@ -149,7 +149,7 @@ def check_mtp_fits(path: Path, dtype: torch.dtype, device: torch.device) -> None
 
 
 def hidden_states_of(path: Path) -> dict[str, bool]:
-    """Returns config.json's statement of the hidden states that the layers were trained on; see ``mtp_states.py``."""
+    """Returns config.json's statement of the hidden states that the layers were trained on; see ``taps.py``."""
     value = load_config(path).get(HIDDEN_KEY)
     if value is None:
         return {}

@@ -391,6 +391,6 @@ def bigcode(m: Metadata) -> dict[str, Any]:
 
 
 def ministral3(m: Metadata) -> dict[str, Any]:
-    """Returns the family of files whose queries grow with their position (``positions.py``)."""
+    """Returns the family of files whose queries grow with their position."""
     yarn = m.get("rope.scaling.type", (str,)) == "yarn"
     return {"model_type": "ministral3"} if yarn and m.number("attention.temperature_scale") else {}
