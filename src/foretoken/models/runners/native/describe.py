@@ -27,7 +27,6 @@ from foretoken.models.formats.weights import (
     ExpertWeights,
     LatentWeights,
     LayerInputEnds,
-    LayerInputWeights,
     LayerWeights,
     LinearWeights,
     MatrixStack,
@@ -166,10 +165,7 @@ class Description:
         layer, cross = self._architecture.stack[number], weights.cross
         attention, recurrent = weights.attention, weights.recurrent
         return LayerSpec(
-            norm=self._weights.norm(weights.norm),
-            after_mixer=self._weights.norm(weights.after_mixer),
-            mlp_norm=self._weights.norm(weights.mlp_norm),
-            after_mlp=self._weights.norm(weights.after_mlp),
+            **self._weights.fields_of(weights),  # norms
             attends=layer.attention,
             recurs=MIXERS[layer.recurrent],
             mlp=MLPS[layer.mlp],
@@ -177,7 +173,9 @@ class Description:
             attention=self._attention(number, attention),
             cross=CrossSpec() if cross is None else self._cross(number, cross),
             recurrent=RecurrentSpec() if recurrent is None else self._recurrent(number, recurrent),
-            own_input=LayerInputSpec() if weights.own_input is None else self._own_input(weights.own_input),
+            own_input=LayerInputSpec(
+                **({} if weights.own_input is None else self._weights.fields_of(weights.own_input))
+            ),
             scalar=weights.scalar,
             **self._mlp(layer, weights.mlp),
             **({} if weights.beside is None else self._beside(layer, weights.beside)),
@@ -190,13 +188,6 @@ class Description:
             "after_beside": self._weights.norm(weights.after),
             "after_experts": self._weights.norm(weights.after_experts),
         }
-
-    def _own_input(self, weights: LayerInputWeights[LinearWeights]) -> LayerInputSpec:
-        return LayerInputSpec(
-            gate=self._weights.linear(weights.gate),
-            up=self._weights.linear(weights.up),
-            norm=self._weights.norm(weights.norm),
-        )
 
     def _layer_inputs(self, weights: LayerInputEnds) -> LayerInputsSpec:
         a = self._architecture
@@ -236,13 +227,7 @@ class Description:
         dim = sizes.head_dim
         per_head = weights.q_norm is not None and len(weights.q_norm.weight) > dim  # a norm for each head
         return AttentionSpec(
-            qkv=self._weights.linear(weights.qkv),
-            out=self._weights.linear(weights.out),
-            q_norm=self._weights.norm(weights.q_norm),
-            k_norm=self._weights.norm(weights.k_norm),
-            v_norm=self._weights.norm(weights.v_norm),
-            sinks=self._weights.keep(weights.sinks),
-            relative=self._weights.keep(weights.relative),
+            **self._weights.fields_of(weights),
             kv_heads=sizes.kv_heads,
             head_dim=dim,
             norm_stride=dim if per_head else 0,
@@ -294,18 +279,8 @@ class Description:
         )
 
     def _recurrent(self, number: int, weights: RecurrentWeights[LinearWeights]) -> RecurrentSpec:
-        return RecurrentSpec(
-            into=self._weights.linear(weights.into),
-            gates=self._weights.linear(weights.gates),
-            out=self._weights.linear(weights.out),
-            conv=self._weights.keep(weights.conv),
-            conv_bias=self._weights.keep(weights.conv_bias),
-            decay=self._weights.keep(weights.decay),
-            step_bias=self._weights.keep(weights.step_bias),
-            norm=self._weights.keep(weights.norm),
-            skip=self._weights.keep(weights.skip),
-            state_layer=self._architecture.first(number).recurrent_layers,
-        )
+        state_layer = self._architecture.first(number).recurrent_layers
+        return RecurrentSpec(**self._weights.fields_of(weights), state_layer=state_layer)
 
 
 def _sizes(sizes: Recurrence | LatentAttention | None, kind: type[_Spec]) -> _Spec:

@@ -6,11 +6,12 @@ import ctypes
 import mmap
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -384,6 +385,15 @@ class WeightPacker:
     def norm(self, norm: NormWeight | None) -> NormSpec:
         """Keeps a norm. Returns its description, empty without one."""
         return NormSpec() if norm is None else NormSpec(self.keep(norm.weight), self.keep(norm.bias))
+
+    def fields_of(self, weights: Any) -> dict[str, Any]:
+        """Packs all weights of a dataclass. Returns fields of the structure in which they have the same names."""
+        if weights is None:
+            return {}
+        packs: dict[type, Callable[[Any], Any]]
+        packs = {LinearWeights: self.linear, MatrixStack: self.stack, NormWeight: self.norm, Tensor: self.keep}
+        values = ((field.name, getattr(weights, field.name)) for field in fields(weights))
+        return {name: packs[kind](value) for name, value in values for kind in packs if isinstance(value, kind)}
 
     def keep(self, tensor: Tensor | None) -> int | None:
         """Keeps a tensor in ``held``. Returns its address."""
