@@ -25,7 +25,7 @@ from foretoken.core.forking import (
     limit_memory,
     nicely,
 )
-from foretoken.engine.matching import GrammarVocabulary, LocalGrammar, MatcherFollower
+from foretoken.engine.matching import GrammarVocabulary, LocalGrammar, MatcherFollower, refusal
 
 _TIMEOUT = 30.0  # seconds to wait for a reply; the kernel's limit on processor time takes effect much earlier
 
@@ -63,13 +63,12 @@ class GrammarServer:
         connection = self.process.fork()
         reply = ask(connection, spec, _TIMEOUT)
         if reply is None:
-            raise InvalidRequest(
+            raise refusal(
                 f"structured_outputs cannot be compiled within {self._limits.compile_seconds:g} s and "
-                f"{self._limits.memory_bytes >> 20} MiB, or are nested too deeply; make the grammar smaller",
-                param="structured_outputs",
+                f"{self._limits.memory_bytes >> 20} MiB, or are nested too deeply; make the grammar smaller"
             )
         if reply[:1] == _REFUSED:
-            raise InvalidRequest(reply[1:].decode(), param="structured_outputs")
+            raise refusal(reply[1:].decode())
         return ForkedGrammar(connection, int(reply[1:]), self._limits)
 
     def close(self) -> None:
@@ -102,16 +101,13 @@ class ProcessFollower:
         self._reset, self._fresh = False, list[int]()
 
     def reset(self) -> None:
-        """See ``GrammarFollower``."""
         self._reset = True
         self._fresh.clear()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """See ``GrammarFollower``."""
         self._fresh += tokens
 
     def allowed(self, path: Sequence[int]) -> bytes | None:
-        """See ``GrammarFollower``."""
         try:
             if self._connection is None:
                 self._connection = fork(self._grammar)
@@ -122,7 +118,7 @@ class ProcessFollower:
             raise _too_slow(self._limits)
         self._reset, self._fresh = False, []
         if reply[:1] == _REFUSED:
-            raise InvalidRequest(reply[1:].decode(), param="structured_outputs")
+            raise refusal(reply[1:].decode())
         return reply[1:] if reply[:1] == _MASK else None
 
 
@@ -172,11 +168,10 @@ def _followable(grammar: LocalGrammar, limits: GrammarLimits) -> LocalGrammar:
 
 
 def _too_slow(limits: GrammarLimits) -> InvalidRequest:
-    return InvalidRequest(
+    return refusal(
         f"structured_outputs cannot be followed any further: it takes more than {limits.mask_seconds:g} s to find the "
         f"next tokens, {limits.token_seconds:g} s on average or {limits.memory_bytes >> 20} MiB; make the grammar "
-        "simpler",
-        param="structured_outputs",
+        "simpler"
     )
 
 

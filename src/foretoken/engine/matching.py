@@ -129,9 +129,7 @@ class LocalGrammar:
         try:
             self.memory_bytes = 100 * len(lark.encode())
         except UnicodeError as error:
-            raise InvalidRequest(
-                f"structured_outputs hold text that is no Unicode: {error}", param="structured_outputs"
-            ) from error
+            raise refusal(f"structured_outputs hold text that is no Unicode: {error}") from error
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
         self._matcher = LLMatcher(tokenizer, lark, log_level=0, limits=limits)
         if not self._matcher.is_error():
@@ -139,7 +137,6 @@ class LocalGrammar:
         check(self._matcher, "structured_outputs cannot be followed")
 
     def follower(self) -> MatcherFollower:
-        """See ``CompiledGrammar``."""
         return MatcherFollower(self._matcher)
 
 
@@ -159,12 +156,10 @@ class MatcherFollower:
         self._restart()
 
     def reset(self) -> None:
-        """See ``GrammarFollower``."""
         self._text.clear()
         self._restart()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """See ``GrammarFollower``."""
         self._text += tokens
 
     def allowed(self, path: Sequence[int]) -> bytes | None:
@@ -202,6 +197,10 @@ def _accepts(matcher: LLMatcher, tokens: Sequence[int]) -> bool:
     return taken == len(tokens)
 
 
+def refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="structured_outputs")
+
+
 def check(matcher: LLMatcher, failure: str) -> None:
     """Raises InvalidRequest with ``failure`` and llguidance's message if the matcher is in its error state."""
     if not matcher.is_error():
@@ -213,7 +212,7 @@ def check(matcher: LLMatcher, failure: str) -> None:
         message = "the schema is nested too deeply; use definitions and $ref"
     elif not message or message.startswith("NoExtension"):
         message = "no token of the model can come"
-    raise InvalidRequest(f"{failure}: {message}", param="structured_outputs")
+    raise refusal(f"{failure}: {message}")
 
 
 def lark_of(spec: Mapping[str, Any]) -> str:
@@ -230,13 +229,9 @@ def lark_of(spec: Mapping[str, Any]) -> str:
     try:
         return llguidance.gbnf_to_lark.any_to_lark(spec["grammar"]) + _FREE
     except RecursionError as error:
-        raise InvalidRequest(
-            "structured_outputs['grammar'] is nested too deeply; write it with more rules", param="structured_outputs"
-        ) from error
+        raise refusal("structured_outputs['grammar'] is nested too deeply; write it with more rules") from error
     except Exception as error:  # llguidance raises its own class, and others on unexpected input
-        raise InvalidRequest(
-            f"structured_outputs['grammar'] is neither Lark nor GBNF: {error}", param="structured_outputs"
-        ) from error
+        raise refusal(f"structured_outputs['grammar'] is neither Lark nor GBNF: {error}") from error
 
 
 def _json(schema: Any, whitespace: bool) -> str:
@@ -245,14 +240,11 @@ def _json(schema: Any, whitespace: bool) -> str:
         written = schema if isinstance(schema, str) else json.dumps(schema)
         schema = json.loads(written)  # of an object a copy, which is changed below
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequest(f"structured_outputs['json'] is not JSON: {error}", param="structured_outputs") from error
+        raise refusal(f"structured_outputs['json'] is not JSON: {error}") from error
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise InvalidRequest(
-            f"structured_outputs['json'] must be a JSON schema: an object or true, got {written[:200]}",
-            param="structured_outputs",
-        )
+        raise refusal(f"structured_outputs['json'] must be a JSON schema: an object or true, got {written[:200]}")
     for _, part in subschemas(schema):
         part.pop("uniqueItems", None)  # no grammar can compare items
         if isinstance(part.get("format"), str) and part["format"] not in FORMATS:

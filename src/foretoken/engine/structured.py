@@ -24,7 +24,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
 from foretoken.core.restrictions import Grammar
 from foretoken.engine.grammar_process import GrammarLimits, GrammarServer
-from foretoken.engine.matching import CompiledGrammar, GrammarFollower, GrammarVocabulary, LocalGrammar
+from foretoken.engine.matching import CompiledGrammar, GrammarFollower, GrammarVocabulary, LocalGrammar, refusal
 from foretoken.propose.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ class Choices:
         self._masks: OrderedDict[bytes, tuple[Tensor, bool] | None] = OrderedDict()
         beginning = self.after(b"")
         if beginning is None or not (beginning[1] or beginning[0].any()):
-            raise InvalidRequest(
-                "structured_outputs cannot be followed: no token of the model can come", param="structured_outputs"
-            )
+            raise refusal("structured_outputs cannot be followed: no token of the model can come")
 
     @property
     def memory_bytes(self) -> int:
@@ -136,10 +134,7 @@ class ChoiceGrammar:
         mask = after[0].clone()
         mask[self._ends] = after[1]
         if not mask.any():
-            raise InvalidRequest(
-                "structured_outputs cannot be followed any further: no token of the model can come",
-                param="structured_outputs",
-            )
+            raise refusal("structured_outputs cannot be followed any further: no token of the model can come")
         return mask
 
 
@@ -203,9 +198,7 @@ class Grammars:
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
-            raise InvalidRequest(
-                "structured_outputs need llguidance; pip install 'foretoken[serve]'", param="structured_outputs"
-            ) from error
+            raise refusal("structured_outputs need llguidance; pip install 'foretoken[serve]'") from error
         return GrammarRestriction(self._compile(spec), self.vocabulary.end, self._vocab_size)
 
     def _compile(self, spec: Mapping[str, Any]) -> CompiledGrammar:
@@ -308,7 +301,7 @@ class MatcherGrammar:
                 self._masks[history.path] = str(error)
         known = self._masks[history.path]
         if isinstance(known, str):
-            raise InvalidRequest(known, param="structured_outputs")
+            raise refusal(known)
         return known
 
     def _follow(self, history: History) -> None:
@@ -333,10 +326,9 @@ class MatcherGrammar:
         mask[:known] = flags[:known]
         mask[self._ends] = flags[self._end]
         if not mask.any():
-            raise InvalidRequest(
+            raise refusal(
                 "structured_outputs cannot be followed any further: no token of the model can come; check that the "
-                "grammar can end, and that the tokenizer has tokens for its characters",
-                param="structured_outputs",
+                "grammar can end, and that the tokenizer has tokens for its characters"
             )
         self._last_bits, self._last_mask = bits, torch.from_numpy(mask)
         return self._last_mask
@@ -349,16 +341,11 @@ def _written(spec: Mapping[str, Any]) -> str:
         written = json.dumps(dict(spec), ensure_ascii=False)
         written.encode()
     except UnicodeError as error:
-        raise InvalidRequest(
-            f"structured_outputs hold text that is no Unicode: {error}", param="structured_outputs"
-        ) from error
+        raise refusal(f"structured_outputs hold text that is no Unicode: {error}") from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequest(
-            f"structured_outputs[{kind!r}] is not JSON: {error}", param="structured_outputs"
-        ) from error
+        raise refusal(f"structured_outputs[{kind!r}] is not JSON: {error}") from error
     if len(written) > MAX_CHARACTERS:
-        raise InvalidRequest(
-            f"structured_outputs[{kind!r}] has {len(written)} characters; at most {MAX_CHARACTERS} are accepted",
-            param="structured_outputs",
+        raise refusal(
+            f"structured_outputs[{kind!r}] has {len(written)} characters; at most {MAX_CHARACTERS} are accepted"
         )
     return written
