@@ -59,7 +59,6 @@ _FILES = ((b"GGUF", GGUF), (b'{"', JSON_LINES), (b"{", JSON), (b"[", JSON), (b"<
 
 
 def heads_of(method: str) -> str:
-    """Returns the kind of heads that a method drafts with."""
     return f"heads of the method {method.replace('-', '_')!r}"
 
 

@@ -55,7 +55,6 @@ def check_keys(
 
 
 def is_integer(value: Any) -> bool:
-    """Returns whether ``value`` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

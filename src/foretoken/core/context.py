@@ -38,7 +38,6 @@ class ChainEnd:
         return self.bases[bucket] + self.slopes[bucket] * probability
 
     def minimum(self, depth: int) -> float:
-        """Returns the minimum acceptance at ``depth``, from 0."""
         return self.min_acceptance[min(depth, len(self.min_acceptance) - 1)]
 
 

@@ -214,6 +214,5 @@ def not_finite() -> InvalidRequest:
 
 
 def at_tokens(probs: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Returns entry ``tokens[r]`` of row r."""
     entries: list[float] = probs[range(len(tokens)), list(tokens)].tolist()
     return entries

@@ -129,7 +129,6 @@ class Draft:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The tokens, int64 [n]."""
         return torch.tensor(self.ids, dtype=torch.int64)
 
     @property

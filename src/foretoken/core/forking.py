@@ -35,7 +35,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """The process's identifier; None before it is started."""
         return None if self._process is None else self._process.pid
 
     def fork(self) -> Connection:

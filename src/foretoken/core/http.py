@@ -19,7 +19,6 @@ def base_url(url: str) -> str:
 
 
 def auth_headers(key: str | None) -> dict[str, str]:
-    """Returns the headers that carry an API key, none without one."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -115,7 +115,6 @@ class BadWords(Sequence[tuple[int, ...]]):
 
     @cached_property
     def lookup(self) -> BadWordsLookup:
-        """The index, built on first use."""
         starts, before = self._ends[:-1], np.diff(self._ends) - 1
         lasts = self._tokens[self._ends[1:] - 1] if len(self) else self._tokens
         prefixes = {}

@@ -165,7 +165,6 @@ class SamplingLaw:
 
     @cached_property
     def penalizes(self) -> bool:
-        """Whether any penalty is set."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @cached_property
@@ -317,7 +316,6 @@ class SamplingLaw:
         return self._adjust(logits.clone(), histories)
 
     def _update(self, change: native.Adjustment, vocabulary: int, history: History) -> None:
-        """Sets the changes that depend on a node's history."""
         if self.grammar is not None:
             mask = self._mask(vocabulary, history)
             if mask is None:
@@ -350,7 +348,6 @@ class SamplingLaw:
         return None if mask is None else mask.numpy()
 
     def _fixed_change(self, vocabulary: int) -> native.Adjustment:
-        """Returns the changes that are the same at every node."""
         change = native.Adjustment(
             repetition=self.repetition_penalty, frequency=self.frequency_penalty, presence=self.presence_penalty
         )
@@ -428,7 +425,6 @@ class SamplingLaw:
         return allowed
 
     def _listed_mask(self, vocabulary: int) -> NDArray[np.bool_]:
-        """Returns the mask [vocabulary] of ``allowed_ids``."""
         if (listed := self._listed.get(vocabulary)) is None:
             listed = self._listed[vocabulary] = np.zeros(vocabulary, np.bool_)
             listed[[token for token in self.allowed_ids if token < vocabulary]] = True
@@ -436,7 +432,6 @@ class SamplingLaw:
 
     @cached_property
     def _listed(self) -> dict[int, NDArray[np.bool_]]:
-        """Masks of ``allowed_ids`` by number of logits."""
         return {}
 
     def _penalize(self, logits: Tensor, histories: Sequence[History]) -> None:

@@ -71,7 +71,6 @@ class Timings:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
         return self.propose + self.score + self.verify + self.commit
 
 

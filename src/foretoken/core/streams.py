@@ -264,7 +264,6 @@ def _counters(size: int) -> NDArray[np.uint64]:
 
 
 def _exponentials(key: int, ids: Ids) -> Reals:
-    """Returns the standard exponentials of ``ids`` under one key, float64."""
     return _finished(_mixed(key, (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)))
 
 
@@ -278,7 +277,6 @@ def _mixed(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def splitmixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns ``splitmix`` of every element."""
     z = _mixed(0, z)
     return z ^ z >> np.uint64(31)
 
@@ -326,7 +324,6 @@ def purpose_key(seed: int, purpose: int) -> int:
 
 
 def splitmix(z: int) -> int:
-    """Returns SplitMix64's output for the state ``z``."""
     z &= _MASK
     for shift, multiplier in _MIX:
         z = ((z ^ (z >> shift)) * multiplier) & _MASK

@@ -12,9 +12,7 @@ _CONTEXT = 6  # prompt tokens that decide the spacing of the first new token
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
-        """Returns the text of token ids."""
-        ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
 class Detokenizer:

@@ -110,7 +110,6 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
         return sum(model.weights + model.scratch for model in self.models) + self.kv_bytes
 
     @property
@@ -209,7 +208,6 @@ def _advice(
     methods: Sequence[str | Mapping[str, Any]],
     plan: MemoryPlan,
 ) -> str:
-    """Returns the first option that makes the models fit."""
     tokens = (plan.tokens_that_fit or 0) // 256 * 256
     changes: dict[str, MemoryOptions] = {}
     if tokens >= USUAL_TOKENS and options.kv_cache_memory_bytes is None:
@@ -235,7 +233,6 @@ def _advice(
 
 
 def _opened(path: Path, role: str, options: MemoryOptions, quantization: str | None, kv_cache_dtype: str) -> Footprint:
-    """Returns the memory of a whole model."""
     opened = open_model(
         path, options.dtype, options.device, options.backend, quantization, weight_format=options.weight_format
     )

@@ -200,7 +200,6 @@ def _follow(connection: Connection, follower: MatcherFollower, limits: GrammarLi
 
 
 def _memory() -> int:
-    """Returns the peak memory of this process in bytes."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

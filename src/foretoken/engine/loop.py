@@ -60,7 +60,6 @@ class Engine:
 
     @property
     def max_sequences(self) -> int:
-        """Number of sequences in one forward pass."""
         return self.scheduler.max_sequences
 
     @property
@@ -85,7 +84,6 @@ class Engine:
 
     @property
     def usage(self) -> SchedulerUsage:
-        """Current load of the scheduler and the KV cache."""
         return self.scheduler.usage
 
     def add(
@@ -195,7 +193,6 @@ class Engine:
                 yield from self.step_or_raise()
 
     def take(self, identifier: int) -> Sequence:
-        """Removes a finished sequence from the engine and returns it."""
         return self.finished.pop(identifier)
 
     def _verify(self, plan: ScheduledBatch, batch: list[Sequence]) -> tuple[list[VerifiedDraft], list[Scores]]:

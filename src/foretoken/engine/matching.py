@@ -47,11 +47,9 @@ class GrammarVocabulary:
 
     @property
     def end(self) -> int:
-        """The id for the end of a text."""
         return len(self.tokens) - 1
 
     def load(self) -> LLTokenizer:
-        """Returns the vocabulary as llguidance's tokenizer."""
         from llguidance import LLTokenizer
 
         return LLTokenizer(_Wrapper(self.tokens, self.special, self.end))  # type: ignore[arg-type]  # any such object
@@ -74,13 +72,9 @@ class _Wrapper:
 class GrammarFollower(Protocol):
     """Follows one text through a grammar."""
 
-    def reset(self) -> None:
-        """Clears the text."""
-        ...
+    def reset(self) -> None: ...
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Appends ``tokens`` to the text."""
-        ...
+    def extend(self, tokens: Sequence[int]) -> None: ...
 
     def allowed(self, path: Sequence[int]) -> bytes | None:
         """Returns the tokens allowed after the text and ``path``, one bit each; None if the grammar refuses them.
@@ -95,9 +89,7 @@ class CompiledGrammar(Protocol):
     """A compiled grammar that any number of texts can follow."""
 
     @property
-    def memory_bytes(self) -> int:
-        """Estimated memory."""
-        ...
+    def memory_bytes(self) -> int: ...
 
     @property
     def alive(self) -> bool:

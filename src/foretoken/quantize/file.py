@@ -139,7 +139,6 @@ def _product(wholes: Tensor, parts: Tensor) -> Tensor:
 
 
 def _half(numbers: Tensor) -> Tensor:
-    """Returns values rounded to float16."""
     return numbers.half().float()
 
 
@@ -182,11 +181,9 @@ class Described:
 
     @property
     def names(self) -> Names:
-        """Names in the checkpoint by names in GGUF."""
         return Names.of(self.architecture, self.family.renamed)
 
     def add_to(self, writer: gguf.GGUFWriter) -> None:
-        """Adds all keys, and the tensor of rotary factors."""
         writer.add_type("model")
         writer.add_name(self.title)
         add_settings(writer, self.config, self.architecture)

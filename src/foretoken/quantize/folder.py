@@ -72,7 +72,6 @@ class FolderWriter:
         """Does nothing: files are open only while they are written."""
 
     def finish(self) -> None:
-        """Writes the last shard, the index and config.json."""
         self._shards.close()
         self._config.pop("quantization_config", None)
         if self._scheme.quantizer is not None:

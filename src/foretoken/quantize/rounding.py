@@ -44,7 +44,6 @@ class Scheme:
 
     @property
     def quantizes(self) -> bool:
-        """Whether weights are rounded to few bits."""
         return self.dtype is None and self.name not in ("F32", "F16", "BF16")
 
 
@@ -73,7 +72,6 @@ class Grid:
     offsets: Tensor | None = None
 
     def codes(self, weights: Tensor) -> Tensor:
-        """Returns the nearest codes of weights [out, in], int16."""
         inputs = weights.shape[1]
         shifted = weights if self.offsets is None else weights - self._spread(self.offsets, inputs)
         return self._nearest(shifted, self._spread(self.scales, inputs)).to(torch.int16)
@@ -86,7 +84,6 @@ class Grid:
         return codes, codes * scale + offset
 
     def values(self, codes: Tensor) -> Tensor:
-        """Returns the values of codes [out, in], float32."""
         numbers = codes * self._spread(self.scales, codes.shape[1])
         return numbers if self.offsets is None else numbers + self._spread(self.offsets, codes.shape[1])
 
@@ -209,7 +206,6 @@ class Rounding:
         return None if self.curvature is None else self.curvature.importance
 
     def codes(self, weights: Tensor, grid: Grid) -> Tensor:
-        """Returns the codes of a matrix, int16 [out, in]."""
         return grid.codes(weights) if self.curvature is None else gptq(weights, grid, self.curvature)
 
 

@@ -236,7 +236,6 @@ def quantize_checkpoint(
 
 
 def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -> CheckpointWriter:
-    """Returns the writer of a scheme, after the files beside the weights were written."""
     if scheme.gguf:
         described = model.described()
         with tempfile.TemporaryDirectory() as scratch:

@@ -61,7 +61,6 @@ _CPUID = {
 
 
 def read_features() -> frozenset[str]:
-    """Returns the processor's features; empty if they are unknown."""
     if sys.platform == "darwin":
         return from_sysctl(sysctl)
     if sys.platform == "win32":
@@ -242,7 +241,6 @@ def chosen() -> Level | None:
 
 
 def reason() -> str:
-    """Returns why the chosen level is taken, in words."""
     if os.environ.get(VARIABLE):
         return f"{VARIABLE} is set"
     level = chosen()
