@@ -43,21 +43,7 @@ class _Distribution(Structure):
 
 @_HEADERS.mirrored
 class Adjustment(Structure):
-    """Changes of one row of logits, in the order in which they are applied. See ``SamplingLaw``.
-
-    Attributes:
-        allowed: bool [V], the tokens that are possible; None for all.
-        banned: int64, ids that are forbidden.
-        ends: int64, ids that are forbidden unless ``allowed`` has no others.
-        end_steps: Number of tokens from the row on before which ``ends`` are forbidden.
-        biased: int64, ids whose logits get ``biases``.
-        biases: float32, one for each of ``biased``.
-        seen: int64, unique ids of prompt and output.
-        generated: int32, number of times that each of ``seen`` was generated.
-        repetition: Divides positive and multiplies negative logits of ``seen``.
-        frequency: Subtracted from a logit once for each time that its token was generated.
-        presence: Subtracted from the logits of generated tokens.
-    """
+    """Changes of one row of logits, in the order in which they are applied (csrc/adjustment.hpp, ``SamplingLaw``)."""
 
     def hold(self, **arrays: NDArray[Any]) -> None:
         """Sets pointers to arrays, which the object keeps alive. Their lengths are set by the caller."""
@@ -83,38 +69,15 @@ class TokenSource(IntEnum):
 
 @_HEADERS.mirrored
 class DraftNodes(Structure):
-    """The nodes of a draft of fixed candidates below a row, into which the row's token may lead.
-
-    Attributes:
-        ids: int64, the nodes' tokens.
-        parents: int32, the node above each; -1 for the row.
-        rows: Addresses of a ``TokenRow`` for each depth.
-        path: Result: int32, the nodes to which the tokens have led.
-        stride: Number of elements from one row of logits to the next.
-        nodes: Number of nodes.
-        deepest: Depth of the deepest.
-        path_count: Result: length of ``path``.
-    """
+    """The nodes of a draft of fixed candidates into which a row's token may lead (csrc/token_row.hpp)."""
 
 
 @_HEADERS.mirrored
 class TokenRow(Structure):
-    """All that is read of a row of logits: its token, log-probabilities and the most probable tokens.
+    """All that is read of a row of logits: its token, log-probabilities and most probable tokens (csrc/token_row.hpp).
 
-    Attributes:
-        changes: Address of its ``Adjustment``; None for none.
-        below: Address of its ``DraftNodes``; None for none.
-        ids: Address of the tokens whose noise a race takes; None for those of the logits.
-        filter: Temperature and filters, for sources that draw.
-        noise: See ``Noise.bits``; with a position the ``streams.purpose_key`` of the draw at index 0.
-        position: Number of tokens that were generated before the step; -1 for noise that is complete.
-        index: Depth of the row below it, which addresses its number.
-        top_count: Number of most probable tokens that are listed; -1 to compute no log-probabilities.
-        top_ids: Result: the most probable tokens of the unchanged logits, lower ids first on ties.
-        top_logprobs: Result: their log-probabilities.
-        logprob: Result: log-probability of ``token`` among the unchanged logits.
-        rank: Result: its rank among them, from 1 on.
-        token: Result: the token, -1 where none is possible. Given by the caller for ``TokenSource.GIVEN``.
+    The noise is that of ``Noise.bits``; with a position it is the ``streams.purpose_key`` of the draw at index 0. Listed
+    tokens are the most probable ones of the unchanged logits, lower ids first on ties.
     """
 
     tensor: Tensor | None

@@ -1,4 +1,4 @@
-// The arguments that Python passes: a model once, and the plan of each pass. bindings.py reads their fields here.
+// The arguments that Python passes: a model once, and the plan of each pass. bindings.py mirrors them field by field.
 //
 // A layer has token mixers and an MLP, each with its own description; `LayerSpec` says which kinds they are.
 #pragma once
