@@ -76,8 +76,8 @@ class DraftNodes(Structure):
 class TokenRow(Structure):
     """All that is read of a row of logits: its token, log-probabilities and most probable tokens (csrc/token_row.hpp).
 
-    The noise is that of ``Noise.bits``; with a position it is the ``streams.purpose_key`` of the draw at index 0. Listed
-    tokens are the most probable ones of the unchanged logits, lower ids first on ties.
+    The noise is that of ``Noise.bits``; with a position it is the ``streams.purpose_key`` of the draw at index 0.
+    Listed tokens are the most probable ones of the unchanged logits, lower ids first on ties.
     """
 
     tensor: Tensor | None

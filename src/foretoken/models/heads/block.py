@@ -21,10 +21,13 @@ from pydantic import Field
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.schema import Schema, Size, parse
+from foretoken.core.schema import parse
 from foretoken.models.families.architecture import unsupported
 from foretoken.models.heads.files import (
     MAX_HEADS,
+    HeadCheckpointConfig,
+    HeadSections,
+    LayeredHead,
     check_dimensions,
     check_shapes,
     check_target_ids,
@@ -32,7 +35,6 @@ from foretoken.models.heads.files import (
     layer_shapes,
     number,
     open_head,
-    target_ids,
 )
 
 Method = Literal["dflash", "jetspec", "dspark"]
@@ -53,20 +55,17 @@ _OTHER_HEADS = {"attention_conv.": "DFlash 2", "candidate_selector.": "DFlash 2"
 _DIMENSIONS = {"fc.weight": 2, "t2d": 1, "lm_head.weight": 2, "markov_head.markov_w1.weight": 2}
 
 
-class BlockSections(Schema):
-    """The sections of config.json that some layouts nest."""
+class BlockSections(HeadSections):
+    """The sections of config.json that layouts of block drafters nest."""
 
-    speculators_model_type: str | None = None
-    transformer_layer_config: dict[str, Any] | None = None
     dflash_config: dict[str, Any] | None = None
 
 
-class BlockCheckpointConfig(Schema):
-    """The fields of block drafters, all sections on one level. The layers' must also satisfy ``CausalConfig``."""
+class BlockCheckpointConfig(HeadCheckpointConfig):
+    """The fields of block drafters."""
 
     target_layer_ids: _LayerIds | None = None
     aux_hidden_state_layer_ids: _LayerIds | None = None
-    target_hidden_size: Size | None = None
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
     sample_from_anchor: bool | None = None
     sliding_window_non_causal: bool | None = None
@@ -76,45 +75,33 @@ class BlockCheckpointConfig(Schema):
     markov_rank: Annotated[int, Field(ge=0, le=65_536)] | None = None
     markov_head_type: str | None = None
     confidence_head_with_markov: bool | None = None
-    layer_types: list[str] | None = None
-    sliding_window: Annotated[int, Field(ge=0)] | None = None
-    use_sliding_window: bool | None = None
     use_swa: bool | None = None
     swa_window_size: Annotated[int, Field(ge=1)] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockHead:
-    """The block drafter of one checkpoint.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BlockHead(LayeredHead):
+    """The block drafter of one checkpoint. Tensors have their names in the original layout.
 
     Attributes:
-        layer: config.json of its layers, by the names of Qwen3's.
         block: rows of a block: the newest token, then mask tokens.
         mask_token: the token of the other rows.
         from_newest: whether the row of the newest token predicts the first token; else it predicts none.
         taps: tapped layers of the target, as indices of their inputs.
         ordered: for each layer, whether rows see no later rows of their block.
         causal: whether it is a JetSpec head, whose layers are all ordered.
-        vocab: size of the target's vocabulary.
-        draft_vocab: size of the head's vocabulary.
         gated: whether the Markov head's vector of the previous token is gated by the row's state.
         confident_of: whether the confidence head reads the vector of the previous token.
-        tensors: tensors by their names in the original layout.
     """
 
-    layer: dict[str, Any]
     block: int
     mask_token: int
     from_newest: bool
     taps: tuple[int, ...]
     ordered: tuple[bool, ...]
     causal: bool
-    target_hidden: int
-    vocab: int
-    draft_vocab: int
     gated: bool
     confident_of: bool
-    tensors: dict[str, Tensor]
 
     @property
     def method(self) -> Method:
@@ -123,16 +110,8 @@ class BlockHead:
         return "jetspec" if self.causal else "dflash"
 
     @property
-    def hidden(self) -> int:
-        return int(self.layer["hidden_size"])
-
-    @property
     def layers(self) -> int:
         return int(self.layer["num_hidden_layers"])
-
-    @property
-    def head_dim(self) -> int:
-        return int(self.layer["head_dim"])
 
     @property
     def depth(self) -> int:
@@ -148,10 +127,6 @@ class BlockHead:
     @property
     def confident(self) -> bool:
         return "confidence_head.proj.weight" in self.tensors
-
-    def ids(self) -> Tensor:
-        """Returns the target's token id for each of the head's, int64 [Vd]."""
-        return target_ids(self.tensors, self.draft_vocab)
 
 
 def read_block(path: Path) -> BlockHead:

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.schema import Schema, Size, parse
+from foretoken.core.schema import parse
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Ends, Entry, NormWeight
@@ -28,6 +28,9 @@ from foretoken.models.heads.feature_net import FeatureNet
 from foretoken.models.heads.files import (
     MAX_HEADS,
     TAPS_KEY,
+    HeadCheckpointConfig,
+    HeadSections,
+    LayeredHead,
     check_dimensions,
     check_shapes,
     check_target_ids,
@@ -36,7 +39,6 @@ from foretoken.models.heads.files import (
     mask_token,
     number,
     open_head,
-    target_ids,
 )
 from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight, without_matrices
 from foretoken.models.runners.choose import build_runner
@@ -48,41 +50,31 @@ _Taps = Annotated[list[Annotated[int, Field(ge=0, le=10_000)]], Field(max_length
 _LayerIds = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(max_length=64)]
 
 
-class EagleSections(Schema):
-    """The sections of config.json that some formats nest."""
+class EagleSections(HeadSections):
+    """The sections of config.json that EAGLE's formats nest."""
 
-    speculators_model_type: str | None = None
-    transformer_layer_config: dict[str, Any] | None = None
     model: dict[str, Any] | None = None
     eagle_config: dict[str, Any] | None = None
 
 
-class EagleCheckpointConfig(Schema):
-    """The fields of heads, all sections on one level. The layer's fields must also satisfy ``CausalConfig``."""
+class EagleCheckpointConfig(HeadCheckpointConfig):
+    """The fields of EAGLE heads."""
 
     foretoken_taps: _Taps | None = None
     eagle_aux_hidden_state_layer_ids: _LayerIds | None = None
-    target_hidden_size: Size | None = None
     norm_before_residual: bool | None = None
     norm_before_fc: bool | None = None
     fc_norm: bool | None = None
     norm_output: bool | None = None
-    layer_types: list[str] | None = None
-    sliding_window: Annotated[int, Field(ge=0)] | None = None
-    use_sliding_window: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EagleHead:
-    """The head of one checkpoint.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EagleHead(LayeredHead):
+    """The EAGLE head of one checkpoint. Tensors have their names in vLLM, with ``layers.0`` for ``midlayer``.
 
     Attributes:
         version: 3, or 1 for EAGLE-1 and 2.
-        layer: sizes and rotary settings by the names of Llama's config.json.
         layers: number of layers.
-        vocab: size of the target's vocabulary.
-        draft_vocab: size of the head's vocabulary.
-        tensors: tensors by their names in vLLM, with ``layers.0`` for ``midlayer``.
         taps: ids of the tapped layers in config.json; None for the default.
         exact: whether the ids are certain to be indices of layer *inputs*.
         norm_before_residual: as in vLLM.
@@ -96,12 +88,7 @@ class EagleHead:
     """
 
     version: int
-    layer: dict[str, Any]
     layers: int
-    target_hidden: int
-    vocab: int
-    draft_vocab: int
-    tensors: dict[str, Tensor]
     taps: tuple[int, ...] | None = None
     exact: bool = True
     norm_before_residual: bool = False
@@ -111,18 +98,6 @@ class EagleHead:
     window: int | None = None
     mask_token: int | None = None
     path: Path | None = None
-
-    @property
-    def hidden(self) -> int:
-        return int(self.layer["hidden_size"])
-
-    @property
-    def head_dim(self) -> int:
-        return int(self.layer.get("head_dim") or self.hidden // self.layer["num_attention_heads"])
-
-    def ids(self) -> Tensor:
-        """Returns the target's token id for each of the draft's, int64 [Vd]."""
-        return target_ids(self.tensors, self.draft_vocab)
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:

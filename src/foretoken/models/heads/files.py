@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from foretoken import zoo
 from foretoken.core.artifacts import HEADS_FOLDER
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.core.schema import MAX_INT, shortened
+from foretoken.core.schema import MAX_INT, Schema, Size, shortened
 from foretoken.models.families.architecture import Architecture, unsupported
 from foretoken.models.families.config import text_part
 from foretoken.models.families.family import TensorNames
@@ -31,6 +33,52 @@ TAPS_KEY = "foretoken_taps"  # our key in config.json: the tapped layers, as ind
 _SIZE_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 _LAYER_KEYS = (*_SIZE_KEYS, "rms_norm_eps", "hidden_act", *_ROPE_KEYS)
+
+
+class HeadSections(Schema):
+    """The sections of config.json that some formats nest."""
+
+    speculators_model_type: str | None = None
+    transformer_layer_config: dict[str, Any] | None = None
+
+
+class HeadCheckpointConfig(Schema):
+    """The fields of heads of layers, all sections on one level. The layers' must also satisfy ``CausalConfig``."""
+
+    target_hidden_size: Size | None = None
+    layer_types: list[str] | None = None
+    sliding_window: Annotated[int, Field(ge=0)] | None = None
+    use_sliding_window: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LayeredHead:
+    """A checkpoint with a head of decoder layers.
+
+    Attributes:
+        layer: config.json of its layers, by Llama's names.
+        vocab: size of the target's vocabulary.
+        draft_vocab: size of the head's vocabulary.
+        tensors: tensors by the names that the subclass states.
+    """
+
+    layer: dict[str, Any]
+    target_hidden: int
+    vocab: int
+    draft_vocab: int
+    tensors: dict[str, Tensor]
+
+    @property
+    def hidden(self) -> int:
+        return int(self.layer["hidden_size"])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.layer.get("head_dim") or self.hidden // self.layer["num_attention_heads"])
+
+    def ids(self) -> Tensor:
+        """Returns the target's token id for each of the head's, int64 [Vd]."""
+        return target_ids(self.tensors, self.draft_vocab)
 
 
 def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
