@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -247,21 +247,11 @@ Unembed = Callable[[Tensor], Tensor]
 """The target's vocabulary head: normed states [rows, H] -> float32 [rows, V]."""
 
 
-class ParallelNet(Protocol):
-    """Predicts the tokens at the next ``depth`` positions."""
-
-    depth: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns logits [rows, depth, V]; -inf for tokens outside a head's vocabulary.
-
-        Args:
-            x: the target's normed last states [rows, H].
-        """
-
-
 class MedusaNet:
     """x <- x + SiLU(W x + b) for each head, then its vocabulary head (2401.10774).
+
+    It maps the target's normed last states [rows, H] to logits [rows, depth, V] of the next ``depth`` positions; -inf
+    for tokens outside a head's vocabulary.
 
     The first layers of all heads are one product.
     """
@@ -316,3 +306,6 @@ class BlockwiseNet:
         inner = F.relu(self._up(rows)).view(len(rows), self.depth, -1)
         added = torch.stack([down(inner[:, i].contiguous()) for i, down in enumerate(self._down)], dim=1)
         return self._unembed((rows[:, None] + added).flatten(0, 1)).view(len(rows), self.depth, -1)
+
+
+ParallelNet = MedusaNet | BlockwiseNet

@@ -13,29 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
+from foretoken.models.heads.feature_net import FeatureNet
 from foretoken.models.heads.mtp_net import MtpNet, MtpStack
 
 TOKENS = 24  # generated for each prompt; few passes, and enough to distinguish 59 % from 1 %
 PROMPTS = ("def main():\n", "The first thing to know about", "import os\n\nclass ", "1. ")
-
-
-class TeacherForced(Protocol):
-    """A network whose top tokens can be compared with a text."""
-
-    def features(self, taps: Tensor) -> Tensor: ...
-
-    def target_ids(self, ids: Tensor) -> Tensor: ...
-
-    def teacher_forced(self, tokens: Sequence[int], features: Tensor) -> Tensor:
-        """Returns the logits of all rows of a new sequence."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +56,7 @@ class TapConvention:
 
 
 @torch.inference_mode()
-def measure_taps(net: TeacherForced, target: Model, tokenizer: Any, ids: Sequence[int]) -> TapConvention:
+def measure_taps(net: FeatureNet, target: Model, tokenizer: Any, ids: Sequence[int]) -> TapConvention:
     """Measures the head's accuracy on the target's greedy text with both meanings of the layer ids.
 
     Args:
@@ -120,7 +109,7 @@ def generated(target: Model, tokenizer: Any, layers: Sequence[int]) -> tuple[lis
 
 
 def accuracy(
-    net: TeacherForced, texts: Sequence[list[int]], taps: Sequence[dict[int, Tensor]], ids: Sequence[int]
+    net: FeatureNet | MtpStack, texts: Sequence[list[int]], taps: Sequence[dict[int, Tensor]], ids: Sequence[int]
 ) -> float:
     """Returns the fraction of the target's tokens that are the head's top token one step ahead."""
     right = total = 0

@@ -181,12 +181,7 @@ def fitted(shape: HybridShape, config: dict[str, Any]) -> HybridShape:
 
 
 def plan(reader: TensorReader, config: dict[str, Any], shape: HybridShape, seed: int) -> CheckpointPlan:
-    """Returns the checkpoint of a hybrid of ``shape`` that computes the same as the source.
-
-    Raises:
-        InvalidRequest: The source cannot be widened to ``shape``.
-        ModelLoadError: The weights do not fit the config.
-    """
+    """Returns the checkpoint of a hybrid of ``shape`` that computes the same as the source."""
     _check(config, shape)
     check_embedding(reader, "model.embed_tokens.weight", config["vocab_size"], config["hidden_size"])
     generator = torch.Generator().manual_seed(seed)

@@ -88,12 +88,7 @@ def checked(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan(reader: TensorReader, config: dict[str, Any], shape: WideShape, seed: int) -> CheckpointPlan:
-    """Returns the checkpoint of a Llama of ``shape`` that computes the same as the source.
-
-    Raises:
-        InvalidRequest: The source cannot be widened to ``shape``.
-        ModelLoadError: The weights do not fit the config.
-    """
+    """Returns the checkpoint of a Llama of ``shape`` that computes the same as the source."""
     check(config, shape)
     if odd := sorted(n for n in reader.weights if n.endswith(".bias") or "q_norm" in n or "k_norm" in n):
         raise InvalidRequest(f"cannot widen a model with {odd[0]}; only plain Llama layers are handled")

@@ -73,12 +73,7 @@ def checked(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan(reader: TensorReader, config: dict[str, Any], shape: T5Shape, seed: int) -> CheckpointPlan:
-    """Returns the checkpoint of a T5 of ``shape`` that computes the same as the source.
-
-    Raises:
-        InvalidRequest: The source cannot be widened to ``shape``.
-        ModelLoadError: The weights do not fit the config.
-    """
+    """Returns the checkpoint of a T5 of ``shape`` that computes the same as the source."""
     _check(config, shape)
     check_embedding(reader, "shared.weight", config["vocab_size"], config["d_model"])
     layers = {
