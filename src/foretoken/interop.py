@@ -27,7 +27,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.processors import STATEFUL, ProcessorLaw
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import METHOD, DraftModel
-from foretoken.propose.lookup import Lookup, LookupConfig
+from foretoken.propose.suffix import Lookup, LookupConfig
 
 if TYPE_CHECKING:
     from foretoken.models.base import Model

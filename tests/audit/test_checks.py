@@ -25,7 +25,7 @@ from foretoken.core.context import Exactness
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.verdict import Verdict
 from foretoken.propose.base import Proposer
-from foretoken.propose.lookup import Lookup
+from foretoken.propose.suffix import Lookup
 from foretoken.verify import choose
 
 HONEST = {

@@ -18,9 +18,8 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
-from foretoken.propose.lookup import Lookup
 from foretoken.propose.prediction import Prediction
-from foretoken.propose.suffix import Suffix
+from foretoken.propose.suffix import Lookup, Suffix
 
 ROW = RaceRow(
     "foretoken",

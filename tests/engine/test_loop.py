@@ -16,7 +16,7 @@ from foretoken.engine.loop import Engine
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.lookup import Lookup
+from foretoken.propose.suffix import Lookup
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=2.0)
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from foretoken.engine.detokenize import Detokenizer
-from foretoken.engine.stopping import TextStopping
+from foretoken.engine.stopping import Detokenizer, TextStopping
 
 relaxed = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -10,7 +10,7 @@ from foretoken.engine.warmup import warm_up
 from foretoken.models.base import Handle, Scores
 from foretoken.models.toy import ToyModel
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.lookup import Lookup
+from foretoken.propose.suffix import Lookup
 
 
 class Watched(ToyModel):

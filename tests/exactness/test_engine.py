@@ -14,7 +14,7 @@ from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.growers import TreeKind
-from foretoken.propose.lookup import Lookup
+from foretoken.propose.suffix import Lookup
 from foretoken.verify import choose
 
 from .enumerate import Branching, Text, autoregressive_law, outcomes, total_variation

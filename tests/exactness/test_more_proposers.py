@@ -19,9 +19,9 @@ from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig, ParallelDraftModel
 from foretoken.propose.early_exit import SharedCacheDraft
 from foretoken.propose.growers import TreeKind
-from foretoken.propose.lookup import Lookup
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.recycling import Recycling, RecyclingConfig
+from foretoken.propose.suffix import Lookup
 from foretoken.propose.union import Union, UnionMember
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 

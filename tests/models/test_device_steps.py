@@ -29,8 +29,8 @@ from foretoken.models.runners.functional import best
 from foretoken.models.runners.triton_kernels.rows import SampledRows
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.lookup import Lookup
 from foretoken.propose.recycling import Recycling
+from foretoken.propose.suffix import Lookup
 
 from .counted import CountedDevice, Counts
 from .heads.test_drafts_at_once import HEADS

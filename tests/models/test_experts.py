@@ -32,7 +32,7 @@ from foretoken.models.runners.torch_experts import choose
 from foretoken.models.runners.torch_runner import TorchRunner
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.lookup import Lookup
+from foretoken.propose.suffix import Lookup
 
 from .plain import check_chains, check_prefix_cache_hits, check_tree, one_by_one
 from .test_native import needs_kernels

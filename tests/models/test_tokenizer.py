@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from foretoken import zoo
-from foretoken.engine.detokenize import Detokenizer
+from foretoken.engine.stopping import Detokenizer
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.formats.tokenizer import PlainTokenizer
 from foretoken.propose.pieces import Pieces

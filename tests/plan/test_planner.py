@@ -22,8 +22,8 @@ from foretoken.plan.planner import Planner, PlanSettings, timed_depths
 from foretoken.plan.replay import Proposers, Sample, step_estimate, write
 from foretoken.plan.texts import AcceptanceEstimate, StepTally
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.lookup import Lookup
 from foretoken.propose.methods import METHODS
+from foretoken.propose.suffix import Lookup
 from foretoken.speculation import Builder
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)

@@ -28,8 +28,7 @@ from foretoken.plan.replay import (
 from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.texts import SampledText, teacher_forced
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.lookup import Lookup
-from foretoken.propose.suffix import Suffix
+from foretoken.propose.suffix import Lookup, Suffix
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
 DRAFT = TARGET.perturbed(0.4)

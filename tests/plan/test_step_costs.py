@@ -16,7 +16,7 @@ from foretoken.plan.replay import TextProbabilities, step_starts, survival
 from foretoken.plan.texts import SampledText
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.lookup import Lookup
+from foretoken.propose.suffix import Lookup
 
 WARM = SamplingLaw()
 FULL = {4: 1.0}

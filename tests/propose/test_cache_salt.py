@@ -19,7 +19,6 @@ from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Observation, Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.eagle import Eagle
-from foretoken.propose.lookup import Lookup
 from foretoken.propose.per_request import FallbackProposer, PerRequestProposer
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.prediction import Prediction
@@ -27,7 +26,7 @@ from foretoken.propose.recycling import Recycling, RecyclingConfig
 from foretoken.propose.remote import Remote
 from foretoken.propose.remote_transports import DraftEndpoint, start_thread
 from foretoken.propose.remote_worker import DraftingWorker
-from foretoken.propose.suffix import Suffix
+from foretoken.propose.suffix import Lookup, Suffix
 from foretoken.propose.union import Union, UnionMember
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 

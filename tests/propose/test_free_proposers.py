@@ -13,10 +13,9 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
-from foretoken.propose.lookup import Lookup
 from foretoken.propose.prediction import Prediction
 from foretoken.propose.retrieval import Datastore, Retrieval
-from foretoken.propose.suffix import Suffix, SuffixConfig
+from foretoken.propose.suffix import Lookup, Suffix, SuffixConfig
 from foretoken.propose.suffix_array import SuffixArray
 
 VOCAB, LENGTH = 6, 60

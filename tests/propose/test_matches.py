@@ -12,8 +12,8 @@ from foretoken.core.context import Context
 from foretoken.core.draft import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.propose.lookup import Lookup, LookupConfig
 from foretoken.propose.matches import BREAK, GrowingText, Matches
+from foretoken.propose.suffix import Lookup, LookupConfig
 from foretoken.propose.suffix_array import SuffixArray, sort_suffixes
 from foretoken.propose.tree import candidate_tree
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from foretoken.cli.theme import MARKS, STYLES, TokenOrigin
 from foretoken.core.step import StepOutput
-from foretoken.engine.detokenize import Detokenizer, Tokenizer
+from foretoken.engine.stopping import Detokenizer, Tokenizer
 from foretoken.outputs import SpeculationStats, StreamPiece
 
 

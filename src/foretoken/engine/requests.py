@@ -13,11 +13,10 @@ from foretoken.core.context import Context
 from foretoken.core.errors import ENCODER_LENGTH, InvalidRequest
 from foretoken.core.restrictions import BadWords
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
-from foretoken.engine.detokenize import Detokenizer
 from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, TokenizedPrompt
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
-from foretoken.engine.stopping import TextStopping
+from foretoken.engine.stopping import Detokenizer, TextStopping
 from foretoken.engine.structured import Grammars, IsolatedGrammars, Restriction
 from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
 from foretoken.params import SamplingParams

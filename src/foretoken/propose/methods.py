@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 METHODS: dict[str, str] = {
     "draft_model": "draft_model",
     "auto": "union:AUTO_METHOD",
-    "ngram": "lookup",
+    "ngram": "suffix:LOOKUP",
     "suffix": "suffix",
     "retrieval": "retrieval",
     "recycling": "recycling",

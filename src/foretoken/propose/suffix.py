@@ -1,6 +1,7 @@
-"""Suffix decoding (2411.04975): copies what followed the same context in this text or earlier outputs.
+"""Copies of what followed the same context in this text or in earlier outputs; no model is used.
 
-Earlier outputs are in a searchable store with bounded memory.
+Prompt lookup copies what followed the latest occurrence of the longest n-gram that ends the text. Suffix decoding
+(2411.04975) drafts a tree of what followed; earlier outputs are in a searchable store with bounded memory.
 """
 
 from __future__ import annotations
@@ -23,6 +24,42 @@ from foretoken.propose.base import BuildContext, Method, Observation
 from foretoken.propose.matches import BREAK, LIMIT, PAD, GrowingText, Ids, Matches, SearchableText, TextProposer
 from foretoken.propose.suffix_array import SuffixArray
 from foretoken.propose.tree import CandidateTree, candidate_tree
+
+
+@dataclass(frozen=True, slots=True)
+class LookupConfig:
+    """Lengths of the n-grams to try, longest first; named as in vLLM."""
+
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int = 4
+
+    def __post_init__(self) -> None:
+        integer("prompt_lookup_min", self.prompt_lookup_min, 1, PAD)
+        integer("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, PAD)
+
+
+class Lookup(TextProposer):
+    """Copies what followed the latest occurrence of the end of the text, as fixed candidates."""
+
+    name = "ngram"
+
+    def __init__(self, config: LookupConfig | None = None) -> None:
+        self.config = config or LookupConfig()
+        super().__init__()
+
+    def _draft(self, context: Context, budget: int) -> Draft:
+        text, config = self._texts.of(context), self.config
+        tail = text.tail(config.prompt_lookup_max)
+        matches = text.find_matches(tail, budget, limit=1, min_length=config.prompt_lookup_min)
+        return Draft.chain(matches.following[0].tolist()) if len(matches.lengths) else Draft.empty()
+
+
+def build_lookup(config: LookupConfig, build_context: BuildContext) -> Lookup:
+    return Lookup(config)
+
+
+LOOKUP = Method(LookupConfig, build_lookup, tokens=8)
+
 
 FRESH_TOKENS = 16384  # tokens that are searched unsorted, in about 20 us
 SHARE = 4  # a segment holds at most this fraction of the bound, which limits what one eviction drops

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from foretoken.core.draft import Draft
 from foretoken.core.step import PositionCounts, StepOutput, Timings
 from foretoken.core.verdict import KINDS
-from foretoken.engine.detokenize import Detokenizer, Tokenizer
+from foretoken.engine.stopping import Detokenizer, Tokenizer
 from foretoken.outputs import CompletionOutput, Logprob, SpeculationStats, StreamPiece
 from foretoken.report.charts import Axis, Bar, Point, Series, StepLap, bars, lines, missing, timeline
 from foretoken.report.document import figure, percent, render

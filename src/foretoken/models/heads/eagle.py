@@ -149,13 +149,14 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path:
     named = flat.get(TAPS_KEY) or flat.get(_IDS)
     taps = tuple(named) if named and version == 3 else None
     inputs = int(tensors["fc.weight"].shape[-1])
+    per_tap = inputs // (len(taps) if taps else 3)  # EAGLE-1's features are as wide as the head
     if "t2d" in tensors:
         vocab = int(tensors["t2d"].shape[0])  # SpecForge and EAGLE agree on this tensor, even if config.json differs
     return EagleHead(
         version=version,
         layer=layer,
         layers=layers,
-        target_hidden=_target_hidden(flat, inputs // (len(taps) if taps else 3), version),
+        target_hidden=int(flat["hidden_size"] if version == 1 else flat.get("target_hidden_size") or per_tap),
         vocab=vocab,
         draft_vocab=number(flat, path, "draft_vocab_size", default=vocab) if version == 3 else vocab,
         tensors=tensors,
@@ -180,14 +181,6 @@ def _window(flat: Mapping[str, Any], layers: int, path: Path) -> int | None:
     if not all(sliding):
         raise ModelLoadError(f"{path} has layers with and without an attention window, which are not computed here")
     return number(flat, path, "sliding_window")
-
-
-def _target_hidden(flat: Mapping[str, Any], tapped: int, version: int) -> int:
-    """Returns the target's hidden size: config.json's, or ``tapped``, the input width of fc per tap.
-
-    EAGLE-1's features are as wide as the head.
-    """
-    return int(flat["hidden_size"] if version == 1 else flat.get("target_hidden_size") or tapped)
 
 
 def _shapes(head: EagleHead) -> dict[str, tuple[int, ...]]:

@@ -248,7 +248,7 @@ def _step(model: RunnerModel, handles: Sequence[Handle], trees: bool) -> bool:
     texts = [list(handle.tokens) for handle in handles]
     scores = model.score(handles, drafts)
     for text, draft, scored in zip(texts, drafts, scores, strict=True):
-        for leaf in _leaves(draft):
+        for leaf in (at - 1 for at, children in enumerate(draft.children) if not children):
             path = draft.path(leaf)
             whole = torch.tensor([[*text, *(draft.ids[node] for node in path)]])
             expected = _runner(model).plain(whole)[0, len(text) - 1 :]
@@ -271,10 +271,6 @@ def _draft(at: int, length: int, trees: bool, vocab: int) -> Draft:
     """Returns a tree (or chain) for the first sequence, a chain for the second, and an empty draft for the others."""
     tokens = _tokens(max(0, 2 - at), length, vocab)
     return Draft.tree(2 * tokens, _TREE) if trees and at == 0 else Draft.chain(tokens)
-
-
-def _leaves(draft: Draft) -> list[int]:
-    return [at - 1 for at, children in enumerate(draft.children) if not children]
 
 
 def _tokens(count: int, seed: int, vocab: int) -> list[int]:
