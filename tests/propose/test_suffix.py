@@ -20,7 +20,7 @@ from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
 from foretoken.propose.base import Observation
 from foretoken.propose.matches import BREAK
-from foretoken.propose.suffix import METHOD, STORE_TOKENS, Suffix, SuffixConfig, SuffixStore, SuffixStores
+from foretoken.propose.suffix import METHOD, STORE_TOKENS, Suffix, SuffixConfig, SuffixStore
 from foretoken.propose.tree import candidate_tree
 
 
@@ -250,7 +250,7 @@ def test_short_contexts_are_left_out_beside_long_ones():
 
 
 def test_all_salts_together_keep_within_the_bounds_of_one():
-    stores = SuffixStores(24, max_tokens=20 * STORE_TOKENS, max_requests=30)
+    stores = SuffixStore(24, max_tokens=20 * STORE_TOKENS, max_requests=30)
     for number in range(200):
         stores.add([number, number + 1, number + 2], str(number % 90))
         assert len(stores) + STORE_TOKENS * stores.scopes <= stores.max_tokens
@@ -263,7 +263,7 @@ def test_all_salts_together_keep_within_the_bounds_of_one():
 
 
 def test_the_least_recently_used_salt_loses_its_oldest_outputs_first():
-    stores = SuffixStores(24, max_tokens=1_000_000, max_requests=8)
+    stores = SuffixStore(24, max_tokens=1_000_000, max_requests=8)
     for salt in ("old", "read", "new"):
         for number in range(3 if salt == "new" else 2):
             stores.add([1, number + 10], salt)
@@ -281,7 +281,7 @@ def test_the_least_recently_used_salt_loses_its_oldest_outputs_first():
 
 @pytest.mark.parametrize("tokens, requests", [(0, 10), (10, 0)])
 def test_stores_with_bound_zero_keep_nothing(tokens, requests):
-    stores = SuffixStores(24, tokens, requests)
+    stores = SuffixStore(24, tokens, requests)
     for number in range(10):
         stores.add([1, 2, 3], str(number))
     assert (len(stores), stores.requests, stores.scopes) == (0, 0, 0)

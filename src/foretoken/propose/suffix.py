@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -80,82 +79,90 @@ class _Segment:
 
 
 class SuffixStore:
-    """Finished outputs, evicted oldest first.
+    """Finished outputs by ``Context.cache_salt``, evicted oldest first.
 
     A sorted token takes 6 bytes, or 8 with vocabularies of 65,535 tokens and more (and about 40 while its segment is
     sorted, which is at most a quarter of the bound).
 
     ``add`` copies the tokens and returns. Segments are sorted in the background and merged so that their sizes fall at
     least geometrically: a token is sorted again only when its segment has grown by about half. Readers see one tuple of
-    segments, which is replaced as a whole.
+    segments of their salt, which is replaced as a whole. When all salts together exceed the bounds, the least recently
+    used one loses its oldest outputs.
 
     Args:
         depth: Maximum length of a matched context.
         max_tokens: Bound on the tokens, held after every ``add``.
         max_requests: Bound on the outputs, held after every ``add``.
-        sorter: The thread that sorts, if several stores share one.
     """
 
-    def __init__(
-        self, depth: int, max_tokens: int, max_requests: int, sorter: ThreadPoolExecutor | None = None
-    ) -> None:
+    def __init__(self, depth: int, max_tokens: int, max_requests: int) -> None:
         self.depth, self.max_tokens, self.max_requests = depth, max_tokens, max_requests
         self._segment_tokens, self._segment_requests = max(1, max_tokens // SHARE), max(1, max_requests // SHARE)
         self._fresh_tokens = min(FRESH_TOKENS, self._segment_tokens)
-        self._segments: tuple[_Segment, ...] = ()  # the oldest first
+        # by salt, the least recently used first: its segments, the oldest first
+        self._segments: OrderedDict[str | None, tuple[_Segment, ...]] = OrderedDict()
+        self._tokens = self.requests = 0
         self._lock = threading.Lock()
-        self._worker = sorter
+        self._worker: ThreadPoolExecutor | None = None
         self._sorting: Future[None] | None = None
 
     def __len__(self) -> int:
         """Returns the number of tokens, with one break for each request."""
-        return sum(len(segment.text) for segment in self._segments)
-
-    @property
-    def requests(self) -> int:
-        return sum(segment.requests for segment in self._segments)
+        return self._tokens
 
     @property
     def nbytes(self) -> int:
-        return sum(segment.text.nbytes for segment in self._segments)
+        return sum(segment.text.nbytes for segments in self._segments.values() for segment in segments)
 
     @property
     def segments(self) -> int:
-        """Number of texts that a search visits."""
+        return sum(map(len, self._segments.values()))
+
+    @property
+    def scopes(self) -> int:
+        """Number of salts that have outputs."""
         return len(self._segments)
 
-    def add(self, tokens: Sequence[int]) -> None:
+    def add(self, tokens: Sequence[int], cache_salt: str | None = None) -> None:
         """Stores an output; if it exceeds the bound, its end. Does nothing if a bound is 0."""
         if not tokens or self.max_tokens < 2 or self.max_requests < 1:
             return
         output = np.array([*tokens[1 - self.max_tokens :], BREAK], np.int32)
         with self._lock:
-            older, requests = self._segments, 1
+            older, requests = self._segments.get(cache_salt, ()), 1
             text = GrowingText()  # a new object, since a reader may be searching the previous one
             if older and not self._full(older[-1]) and len(older[-1].text) + len(output) <= self.max_tokens:
                 text.extend(older[-1].text.tokens())
                 requests += older[-1].requests
                 older = older[:-1]
             text.extend(output)
-            self._segments = self._bounded((*older, _Segment(text, requests)))
-            if self._full(self._segments[-1]):
+            segments = [*older, _Segment(text, requests)]
+            while self._outgrown(*_totals(segments)):
+                del segments[0]
+            self._replace(cache_salt, segments)
+            self._segments.move_to_end(cache_salt)
+            while len(self._segments) > 1 and self._outgrown(self._tokens + STORE_TOKENS * self.scopes, self.requests):
+                salt, oldest = next(iter(self._segments.items()))
+                self._replace(salt, oldest[1:])
+            if self._full(segments[-1]):
                 self._worker = self._worker or ThreadPoolExecutor(1, "foretoken-suffix-store")
-                self._sorting = self._worker.submit(self._tidy)
+                self._sorting = self._worker.submit(self._tidy, cache_salt)
 
-    def find_matches(self, tail: Ids, steps: int, limit: int = LIMIT, min_length: int = 1) -> Matches:
-        """As ``SearchableText.find_matches``, the latest requests first.
+    def find_matches(
+        self, tail: Ids, steps: int, limit: int = LIMIT, min_length: int = 1, cache_salt: str | None = None
+    ) -> Matches:
+        """As ``SearchableText.find_matches``, the latest requests of the salt first.
 
         Contexts less than half as long as the longest are skipped.
         """
-        texts = [segment.text for segment in reversed(self._segments)]
+        with self._lock:
+            if cache_salt not in self._segments:
+                return Matches.none()
+            self._segments.move_to_end(cache_salt)
+            texts = [segment.text for segment in reversed(self._segments[cache_salt])]
         longest = max((text.longest(tail) for text in texts if isinstance(text, SuffixArray)), default=0)
         min_length = max(min_length, longest // 2)
         return Matches.best([text.find_matches(tail, steps, limit, min_length) for text in texts], limit)
-
-    def drop_oldest(self) -> None:
-        """Drops the oldest segment, at most a quarter of the bound."""
-        with self._lock:
-            self._segments = self._segments[1:]
 
     def settle(self) -> None:
         """Waits until every segment is sorted."""
@@ -165,29 +172,34 @@ class SuffixStore:
     def _full(self, segment: _Segment) -> bool:
         return segment.sorted or len(segment.text) >= self._fresh_tokens or segment.requests >= self._segment_requests
 
-    def _bounded(self, segments: tuple[_Segment, ...]) -> tuple[_Segment, ...]:
-        while (
-            sum(len(p.text) for p in segments) > self.max_tokens
-            or sum(p.requests for p in segments) > self.max_requests
-        ):
-            segments = segments[1:]
-        return segments
+    def _outgrown(self, tokens: int, requests: int) -> bool:
+        return tokens > self.max_tokens or requests > self.max_requests
 
-    def _tidy(self) -> None:
+    def _replace(self, cache_salt: str | None, segments: Sequence[_Segment]) -> None:
+        """Replaces the segments of a salt, and updates the totals."""
+        before, after = _totals(self._segments.get(cache_salt, ())), _totals(segments)
+        self._tokens, self.requests = self._tokens + after[0] - before[0], self.requests + after[1] - before[1]
+        if segments:
+            self._segments[cache_salt] = tuple(segments)
+        else:
+            del self._segments[cache_salt]
+
+    def _tidy(self, cache_salt: str | None) -> None:
         """Sorts full segments, each merged with as many predecessors as its size calls for. Runs in the background."""
-        while run := self._mergeable():
+        while run := self._mergeable(cache_salt):
             tokens = np.concatenate([segment.text.tokens() for segment in run])
             merged = _Segment(SuffixArray.build(tokens, self.depth), sum(segment.requests for segment in run))
             with self._lock:
                 # Eviction takes the oldest first. If run[0] is gone meanwhile, the merged segment is too old as well.
-                if run[0] in self._segments:
-                    at = self._segments.index(run[0])
-                    self._segments = (*self._segments[:at], merged, *self._segments[at + len(run) :])
+                segments = self._segments.get(cache_salt, ())
+                if run[0] in segments:
+                    at = segments.index(run[0])
+                    self._replace(cache_salt, (*segments[:at], merged, *segments[at + len(run) :]))
 
-    def _mergeable(self) -> tuple[_Segment, ...]:
+    def _mergeable(self, cache_salt: str | None) -> tuple[_Segment, ...]:
         """Returns the next segments to merge and sort, empty if all are sorted."""
         with self._lock:
-            full = [segment for segment in self._segments if self._full(segment)]
+            full = [segment for segment in self._segments.get(cache_salt, ()) if self._full(segment)]
             unsorted = next((i for i, segment in enumerate(full) if not segment.sorted), None)
             if unsorted is None:
                 return ()
@@ -202,83 +214,9 @@ class SuffixStore:
             return tuple(full[start : unsorted + 1])
 
 
-class SuffixStores:
-    """One ``SuffixStore`` for each ``Context.cache_salt``, all of them within the bounds of one.
-
-    When they exceed the bounds, the least recently used store loses its oldest outputs. One thread sorts for all.
-    """
-
-    def __init__(self, depth: int, max_tokens: int, max_requests: int) -> None:
-        sorter = ThreadPoolExecutor(1, "foretoken-suffix-store")
-        self._new = partial(SuffixStore, depth, max_tokens, max_requests, sorter)
-        self.max_tokens, self.max_requests = max_tokens, max_requests
-        self._stores: OrderedDict[str | None, SuffixStore] = OrderedDict()  # the least recently used first
-        self._tokens = self._requests = 0
-
-    def __len__(self) -> int:
-        """Returns the number of tokens, with one break for each request."""
-        return self._tokens
-
-    @property
-    def requests(self) -> int:
-        return self._requests
-
-    @property
-    def nbytes(self) -> int:
-        return sum(store.nbytes for store in self._stores.values())
-
-    @property
-    def segments(self) -> int:
-        return sum(store.segments for store in self._stores.values())
-
-    @property
-    def scopes(self) -> int:
-        return len(self._stores)
-
-    def add(self, tokens: Sequence[int], cache_salt: str | None = None) -> None:
-        store = self._stores.pop(cache_salt, None)
-        if store is None:
-            store = self._new()
-        before = len(store), store.requests
-        store.add(tokens)
-        self._count(store, *before)
-        if store.requests:
-            self._stores[cache_salt] = store
-        while len(self._stores) > 1 and self._outgrown:
-            self._shrink()
-
-    def find_matches(
-        self, tail: Ids, steps: int, limit: int = LIMIT, min_length: int = 1, cache_salt: str | None = None
-    ) -> Matches:
-        """See ``SuffixStore.find_matches``. Searches only the outputs of that salt."""
-        store = self._stores.get(cache_salt)
-        if store is None:
-            return Matches.none()
-        self._stores.move_to_end(cache_salt)
-        return store.find_matches(tail, steps, limit, min_length)
-
-    def settle(self) -> None:
-        """Waits until every segment is sorted."""
-        for store in self._stores.values():
-            store.settle()
-
-    @property
-    def _outgrown(self) -> bool:
-        tokens = self._tokens + STORE_TOKENS * len(self._stores)
-        return tokens > self.max_tokens or self._requests > self.max_requests
-
-    def _shrink(self) -> None:
-        cache_salt, store = next(iter(self._stores.items()))
-        before = len(store), store.requests
-        store.drop_oldest()
-        self._count(store, *before)
-        if not store.requests:
-            del self._stores[cache_salt]
-
-    def _count(self, store: SuffixStore, tokens: int, requests: int) -> None:
-        """Updates the totals after ``store`` held ``tokens`` and ``requests``."""
-        self._tokens += len(store) - tokens
-        self._requests += store.requests - requests
+def _totals(segments: Sequence[_Segment]) -> tuple[int, int]:
+    """Returns the numbers of tokens and of outputs."""
+    return sum(len(segment.text) for segment in segments), sum(segment.requests for segment in segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +276,7 @@ class Suffix(TextProposer):
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self.config = config = config or SuffixConfig()
-        self.store = SuffixStores(
+        self.store = SuffixStore(
             config.suffix_decoding_max_tree_depth,
             config.suffix_decoding_max_cached_tokens,
             config.suffix_decoding_max_cached_requests,
