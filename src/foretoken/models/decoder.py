@@ -230,12 +230,8 @@ class Decoder(RunnerModel):
         config: the checkpoint's config.json as a dict.
         weights: the checkpoint's tensors by name.
         dtype: dtype of weights and activations.
-        device: device of weights and KV cache.
-        max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
-        quantization: None, or a scheme of ``options.QUANTIZATIONS`` to quantize the matrices with.
-        weight_format: one of ``options.WEIGHT_FORMATS``, how bfloat16 matrices are held in memory.
-        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``, the type of keys and values.
-        attention_window: see ``load_model``.
+
+    The others are those of ``load_model``.
 
     Raises:
         InvalidRequest: an option is unknown, or weights cannot be packed here.

@@ -39,11 +39,6 @@ def build_runner(
     Args:
         layers: weights of each layer. They are read one layer at a time, so that only one layer is in memory twice,
             and again from the start if the compiled kernels do not support them.
-        ends: embedding, last norm and vocabulary head.
-        entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
-        cache: disk cache of packed weights; None for none.
-        weight_format: one of ``options.WEIGHT_FORMATS``.
-        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.
 
     Raises:
         InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor, or the model has
