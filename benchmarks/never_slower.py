@@ -32,8 +32,8 @@ from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
 from foretoken.control.config import build
 from foretoken.control.policy import DraftPolicy
-from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
+from foretoken.engine.requests import Assembler
 from foretoken.engine.warmup import warm_up
 from foretoken.propose.base import Proposer
 from foretoken.propose.union import Union

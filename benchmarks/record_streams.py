@@ -21,7 +21,7 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.editing import EDITS
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.draft import Draft
-from foretoken.engine.chat_template import apply_template
+from foretoken.engine.prompts import apply_template
 from foretoken.models.base import Model
 from foretoken.models.heads.eagle import EagleNet
 from foretoken.models.heads.loading import LoadedHead, load_eagle

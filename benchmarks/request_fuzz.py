@@ -32,8 +32,7 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.output import report, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.errors import InvalidRequest
-from foretoken.engine.assemble import Assembler
-from foretoken.engine.requests import Request
+from foretoken.engine.requests import Assembler, Request
 from foretoken.models.options import QUANTIZATIONS
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.shapes import LlamaShape

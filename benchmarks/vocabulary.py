@@ -20,8 +20,8 @@ import typer
 from foretoken import LLM, SamplingParams
 from foretoken.bench.measure import Stopwatch
 from foretoken.bench.output import busy_programs, cores, listing, report
-from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
+from foretoken.engine.requests import Assembler
 from options import MODEL_HELP, Output, model_path
 
 PLAIN = "greedy"

@@ -16,13 +16,11 @@ from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.progress import completion_progress
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
-from foretoken.engine.assemble import Assembler
-from foretoken.engine.chat_template import apply_template, own_template
 from foretoken.engine.footprint import PROMPT_ROWS, MemoryOptions, memory_checked, split_kv_memory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.prefill_pace import PromptRows
-from foretoken.engine.prompts import Prompt, prompt_list
-from foretoken.engine.requests import PromptLogprobs, Request, RequestBuilder
+from foretoken.engine.prompts import Prompt, apply_template, own_template, prompt_list
+from foretoken.engine.requests import Assembler, PromptLogprobs, Request, RequestBuilder
 from foretoken.engine.warmup import warm_up
 from foretoken.models.adapters import LoadedAdapters
 from foretoken.models.base import Model

@@ -13,8 +13,8 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine import loop, sequence
-from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
+from foretoken.engine.requests import Assembler
 from foretoken.engine.sequence import OutputOptions
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel

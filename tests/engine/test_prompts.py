@@ -8,8 +8,14 @@ import pytest
 
 from foretoken import LLM
 from foretoken.core.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
-from foretoken.engine.chat_template import apply_template, check_template, own_template, read_template
-from foretoken.engine.prompts import ContextLimit, PromptTokenizer
+from foretoken.engine.prompts import (
+    ContextLimit,
+    PromptTokenizer,
+    apply_template,
+    check_template,
+    own_template,
+    read_template,
+)
 from foretoken.engine.requests import RequestBuilder
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.params import SamplingParams

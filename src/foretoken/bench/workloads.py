@@ -9,7 +9,7 @@ from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import read_text
-from foretoken.engine.chat_template import apply_template
+from foretoken.engine.prompts import apply_template
 
 _FUNCTIONS = tomllib.loads(Path(__file__).with_name("functions.toml").read_text(encoding="utf-8"))
 FUNCTIONS = tuple(str(each["prompt"]) for each in _FUNCTIONS["function"])

@@ -19,7 +19,7 @@ from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import MaxModelLen, PositionalModelOptions, RuntimeOptions, TextColor, load
 from foretoken.cli.theme import ColorMode
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.engine.chat_template import read_template
+from foretoken.engine.prompts import read_template
 from foretoken.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from foretoken.cli.grouped import option
 from foretoken.cli.options import SpeculativeTokens, TopP
 from foretoken.core.artifacts import JSON
 from foretoken.core.errors import InvalidRequest
-from foretoken.engine.chat_template import apply_template, own_template
+from foretoken.engine.prompts import apply_template, own_template
 from foretoken.params import SamplingParams
 
 if TYPE_CHECKING:

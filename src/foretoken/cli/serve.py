@@ -27,7 +27,7 @@ from foretoken.cli.serve_options import (
 )
 from foretoken.cli.theme import ColorMode
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.engine.chat_template import read_template
+from foretoken.engine.prompts import read_template
 from foretoken.serve.key_file import read_keys
 from foretoken.serve.parsers.formats import check_parsers
 from foretoken.serve.settings import AppOptions, ServerSettings, allowed_hosts, bind

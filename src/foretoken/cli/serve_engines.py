@@ -18,7 +18,7 @@ from foretoken.cli.serve_options import LimitOptions, ServerRuntimeOptions, chec
 from foretoken.cli.theme import ColorMode, console, waiting
 from foretoken.core.checks import check_keys, integer, shown
 from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.engine.chat_template import read_template
+from foretoken.engine.prompts import read_template
 from foretoken.serve.parsers.formats import check_parsers
 from foretoken.serve.settings import ServerSettings
 

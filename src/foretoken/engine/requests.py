@@ -1,4 +1,4 @@
-"""Turns a user's request into sequences of the engine, and their results into outputs."""
+"""Turns a user's request into sequences of the engine, and their steps into outputs and pieces of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from foretoken.core.checks import shown
 from foretoken.core.context import Context
 from foretoken.core.errors import ENCODER_LENGTH, InvalidRequest
 from foretoken.core.restrictions import BadWords
+from foretoken.core.step import StepOutput
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
+from foretoken.engine.loop import Engine
 from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, TokenizedPrompt
+from foretoken.engine.sequence import OutputOptions, TokenLogprobs
 from foretoken.engine.sequence import Sequence as Running
-from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import Detokenizer, TextStopping
 from foretoken.engine.structured import Grammars, IsolatedGrammars, Restriction
-from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
+from foretoken.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from foretoken.params import SamplingParams
 from foretoken.propose.methods import NONE
 
@@ -255,3 +257,60 @@ def logprob_entries(recorded: TokenLogprobs, tokenizer: Any) -> dict[int, Logpro
     entries = {token: Logprob(value, rank, texts[token]) for rank, (token, value) in enumerate(recorded.top, start=1)}
     entries.setdefault(recorded.token, Logprob(recorded.logprob, recorded.rank, texts[recorded.token]))
     return entries
+
+
+class Assembler:
+    """Queues requests and maps the outputs of ``engine.step()`` back to them."""
+
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._owners: dict[int, tuple[Request, int]] = {}
+
+    def add(self, request: Request, contexts: Sequence[Context], priority: int = 0) -> None:
+        """Queues all sequences of a request. ``contexts`` has one for each completion."""
+        self._owners.update({member: (request, index) for index, member in enumerate(request.members)})
+        params = request.params
+        options = OutputOptions(params.logprobs, params.prompt_logprobs, params.explain)
+        for context, stopping in zip(contexts, request.stoppings, strict=True):
+            self._engine.add(context, stopping, options, priority=priority)
+
+    def forget(self, request: Request) -> None:
+        """Removes a request whose outputs are not needed any more. Unknown ones are ignored."""
+        for member in request.members:
+            self._owners.pop(member, None)
+
+    @property
+    def open(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._owners)
+
+    def owner(self, sequence: int) -> Request | None:
+        """Returns the request of a sequence, None for one that is finished or was added elsewhere."""
+        owned = self._owners.get(sequence)
+        return owned[0] if owned else None
+
+    def piece(self, step: StepOutput) -> StreamPiece:
+        """Returns the piece that ``step`` added to its request. Takes a finished sequence from the engine.
+
+        Raises:
+            Exception: The error that ended the sequence.
+        """
+        request, index = self._owners[step.sequence]
+        ended = step.finish_reason is not None
+        if ended:
+            del self._owners[step.sequence]
+        sequence = self._engine.take(step.sequence) if ended else self._engine.running[step.sequence]
+        if sequence.error is not None:
+            raise sequence.error
+        recorded = sequence.recorded[step.position : step.position + len(step.tokens)]
+        return StreamPiece(
+            request_id=request.id,
+            index=index,
+            text=request.stoppings[index].take(),
+            token_ids=step.tokens,
+            step=step,
+            output=request.completion(index, sequence, self._tokenizer) if ended else None,
+            logprobs=tuple(logprob_entries(r, self._tokenizer) for r in recorded) if recorded else None,
+            explained=sequence.explained[-1] if sequence.explained else None,
+            prompt_logprobs=prompt_logprobs(sequence, self._tokenizer) if ended or not step.position else None,
+        )

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from foretoken import __version__
 from foretoken.core.errors import ForetokenError
-from foretoken.engine.chat_template import check_template
+from foretoken.engine.prompts import check_template
 from foretoken.serve.errors import ApiError, RefusedBody, ServerUnavailable, as_api_error, not_served
 from foretoken.serve.json_body import read_object, validation_error
 from foretoken.serve.keyring import RATE_HEADERS, SPECULATION, UNLOAD_LORA, KeyRing

@@ -7,7 +7,7 @@ from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import subschemas
-from foretoken.engine.chat_template import apply_template, own_template
+from foretoken.engine.prompts import apply_template, own_template
 from foretoken.serve.chat_schema import AllowedTools, ChatRequest, Message, NamedTool, Tool, offered_tools
 from foretoken.serve.errors import invalid
 from foretoken.serve.parsers.values import object_of

@@ -21,9 +21,8 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError
 from foretoken.core.restrictions import BadWords
 from foretoken.core.step import StepOutput
-from foretoken.engine.assemble import Assembler
 from foretoken.engine.prompts import Prompt
-from foretoken.engine.requests import Restrictions
+from foretoken.engine.requests import Assembler, Restrictions
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
 from foretoken.propose.per_request import PREDICTION

@@ -25,7 +25,7 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest, TrainingError
 from foretoken.core.files import atomic_file
 from foretoken.core.progress import Reporter
-from foretoken.engine.chat_template import apply_template, own_template
+from foretoken.engine.prompts import apply_template, own_template
 from foretoken.models.formats.checkpoint import eos_ids, load_tokenizer, vocabulary_size
 from foretoken.train import processes
 from foretoken.train.config import TextConfig, TrainConfig

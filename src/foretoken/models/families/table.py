@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from foretoken.models.families import fields, gemma4
+from foretoken.models.families import fields
 from foretoken.models.families.classic import CLASSIC, LAYER_NORM_EPS
 from foretoken.models.families.family import CHUNKED, Family
 from foretoken.models.families.hybrids import HYBRID, LLAMA, MULTIPLIERS
@@ -24,13 +24,13 @@ _GEMMA4 = Family(
     aliases=_GEMMA_ACTIVATION,
     defaults=_GEMMA
     | _WINDOWS
-    | {"sliding_window": 512, "num_key_value_heads": 4, "global_head_dim": 512, "rope_parameters": gemma4.ROPES},
+    | {"sliding_window": 512, "num_key_value_heads": 4, "global_head_dim": 512, "rope_parameters": fields.GEMMA4_ROPES},
     norms=SANDWICH,
     head_norms="before",
-    kinds=gemma4.kinds,
-    derives=gemma4.derives,
-    fields=gemma4.fields,
-    refuses=gemma4.refuses,
+    kinds=fields.gemma4_kinds,
+    derives=fields.gemma4_derives,
+    fields=fields.gemma4,
+    refuses=fields.gemma4_refuses,
 )
 _COHERE = {"tie_word_embeddings": True, "logit_scale": 0.0625, "rms_norm_eps": 1e-5}
 _SHARED_NORM = replace(LLAMA, mlp_norm="input_layernorm")
