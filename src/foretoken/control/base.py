@@ -1,7 +1,5 @@
 """Interface of controllers, which choose draft lengths before anything is sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The controllers by the names that users write, and their configurations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,7 +1,5 @@
 """The same draft length in every step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The ledger of seconds that drafting saved or lost against plain decoding, which keeps it from being slower."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from foretoken.core.context import Context

@@ -1,7 +1,5 @@
 """Bounds on draft lengths: controllers around another one, and a bound that may change while requests run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

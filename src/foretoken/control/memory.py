@@ -1,7 +1,5 @@
 """Shortens drafts while memory is short, before an allocation fails, and lets them grow again afterwards."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

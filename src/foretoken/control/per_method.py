@@ -1,7 +1,5 @@
 """Draft lengths of requests that choose among several methods: each request has that of its method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

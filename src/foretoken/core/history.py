@@ -1,7 +1,5 @@
 """The tokens before one node of a draft tree, and how often each token occurs among them."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field

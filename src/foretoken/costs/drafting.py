@@ -1,7 +1,5 @@
 """Seconds of drafting by depth and number of requests, and of processing missed tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

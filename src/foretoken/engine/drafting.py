@@ -4,8 +4,6 @@ It receives the names and folders of the proposer's files, and then the events o
 (``propose.remote_worker``). A proposer that needs more of the target than its text cannot be loaded here.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Chunked prefill: bounds the latency that prompts add to the steps of decoding sequences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

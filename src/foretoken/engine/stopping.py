@@ -3,8 +3,6 @@
 Detokenization is incremental: whole characters only are emitted, also where they span several tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -3,8 +3,6 @@
 Imports no torch, so that wrong names are refused early.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from foretoken.core.errors import InvalidRequest

@@ -1,7 +1,5 @@
 """A tiny exact model for tests and teaching: its distribution after any history takes a few lines to compute."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Self
 

@@ -1,7 +1,5 @@
 """Tokenizers as bytes: the bytes of every id, ids for given bytes, and one text tracked in two vocabularies."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ The hidden states of all windows are kept, and the weights of one layer. Two str
 model on all windows, and that of the original model on the windows held out for the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

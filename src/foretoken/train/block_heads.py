@@ -5,8 +5,6 @@ the newest token and mask tokens behind it. Its rows see each other, and the tar
 and values.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

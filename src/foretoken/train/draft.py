@@ -1,7 +1,5 @@
 """``foretoken train draft``: distils a small Llama from a target."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ the probability that a token sampled from q is accepted. Drafts minimize the for
 the cross-entropy, whose gradient is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -3,8 +3,6 @@
 ``python -m foretoken.core.native.toolchain`` prints this machine's compiler and fails if there is none; make uses it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys

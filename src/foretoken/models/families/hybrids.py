@@ -3,8 +3,6 @@
 They are part of the table of families (``table.py``). Defaults are those of transformers.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from foretoken.models.families import recurrence

@@ -1,7 +1,5 @@
 """Rotary frequencies of a config.json, plain and scaled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

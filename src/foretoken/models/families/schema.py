@@ -1,7 +1,5 @@
 """Schemas of config.json for the families that our runtime computes: Llama and its relatives, T5 and BART."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator

@@ -1,7 +1,5 @@
 """The families of decoders that our runtime computes: one row each. Defaults are those of transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads the weights of token mixers other than attention on cached heads: recurrent ones, and latent attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

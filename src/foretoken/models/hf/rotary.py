@@ -5,8 +5,6 @@ sequence of the batch. A sequence's output would then depend on the batch, and c
 frequencies than later queries. As in vLLM, the configured maximum length chooses the frequencies once.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The operations between the products of a decoder, on torch tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A mixture of experts on torch tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
