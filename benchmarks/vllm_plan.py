@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -27,7 +28,6 @@ from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.output import listing, report
-from foretoken.bench.peers.protocol import Answer, PeerRequest
 from foretoken.cli.plan import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.candidates import PlanRow
@@ -37,6 +37,7 @@ from foretoken.plan.vllm import (
     Answers,
     Bench,
     PromptCompleter,
+    StartProcess,
     VllmCandidate,
     VllmRun,
     answers,
@@ -62,34 +63,19 @@ COLUMNS = {
 }
 
 
-class Kept:
-    """A process that is not closed with its plan."""
+def kept(bench: Bench, stack: ExitStack) -> StartProcess:
+    """Returns a function that starts the process of each lane once, and keeps it until ``stack`` closes it."""
+    known: dict[str, PromptCompleter] = {}
 
-    def __init__(self, inner: PromptCompleter) -> None:
-        self.inner = inner
+    def start(lane: VllmCandidate | None) -> PromptCompleter:
+        name = PLAIN if lane is None else lane.name
+        if name not in known:
+            made = bench.start(lane)
+            stack.callback(made.close)
+            known[name] = SimpleNamespace(answer=made.answer, close=lambda: None)
+        return known[name]
 
-    def answer(self, question: PeerRequest) -> Answer:
-        return self.inner.answer(question)
-
-    def close(self) -> None:
-        return
-
-
-class Processes:
-    """The process of every lane, started once."""
-
-    def __init__(self, bench: Bench, stack: ExitStack) -> None:
-        self.bench, self.stack = bench, stack
-        self.known: dict[str, Kept] = {}
-
-    def start(self, lane: VllmCandidate | None) -> PromptCompleter:
-        """Returns the lane's process, started on first use."""
-        name = lane.name if lane is not None else PLAIN
-        if name not in self.known:
-            made = self.bench.start(lane)
-            self.stack.callback(made.close)
-            self.known[name] = Kept(made)
-        return self.known[name]
+    return start
 
 
 def gain(runs_done: Sequence[VllmRun], lane: str, depth: int, temperature: float) -> tuple[float, float]:
@@ -215,14 +201,14 @@ def main(
     bench.command()
     with ExitStack() as stack, Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
-        processes = Processes(bench, stack)
+        start = kept(bench, stack)
         started = perf_counter()
         measured = answers(
             bench,
             deepened(known, depth),
             ids,
             lambda what, share: progress.update(bar, description=what, completed=share),
-            processes.start,
+            start,
         )
         seconds = perf_counter() - started
         pairs = halves(known, measured, len(ids), splits, depth)
@@ -230,7 +216,7 @@ def main(
         fresh = []
         if plan.best is not None:
             progress.update(bar, description="the plan's choice, a fresh vLLM", completed=0.0)
-            fresh = deployed(bench, plan.best, chosen(plan, known), plan.rows, processes, ids[len(ids) // 2 :])
+            fresh = deployed(bench, plan.best, chosen(plan, known), plan.rows, start, ids[len(ids) // 2 :])
     parts, result = summary(pairs, fresh)
     facts = {"target": target.name, "seconds": round(seconds, 1), "count": len(ids)}
     report(
@@ -249,13 +235,13 @@ def deployed(
     best: dict[str, Any],
     lane: VllmCandidate,
     rows: Sequence[PlanRow],
-    processes: Processes,
+    start: StartProcess,
     prompts: Sequence[Sequence[int]],
 ) -> list[Pair]:
     """Runs the chosen configuration in a process created for its draft length, beside plain decoding."""
     depth = best["num_speculative_tokens"]
     fresh = replace(lane, name=f"{lane.name}, restarted", depths=(depth,))
-    done = [each.run() for each in answers(bench, [fresh], prompts, start=processes.start)]
+    done = [each.run() for each in answers(bench, [fresh], prompts, start=start)]
     pairs = []
     for row in rows:
         if dict(row.config) == best:
