@@ -49,11 +49,7 @@ class Mutant:
         return self.file.partition("/")[0]
 
     def planted(self) -> str:
-        """Returns the mutated source of ``file``.
-
-        Raises:
-            StaleMutant: ``old`` does not occur exactly once.
-        """
+        """Returns the mutated source of ``file``. Raises StaleMutant if ``old`` does not occur exactly once."""
         source = (ROOT / PACKAGE / self.file).read_text(encoding="utf-8")
         count = source.count(self.old)
         if count != 1:
@@ -80,8 +76,7 @@ def load(path: Path = TABLE) -> list[Mutant]:
 def run(mutant: Mutant) -> Outcome:
     """Runs the mutant's tests against a copy of src that holds it.
 
-    Raises:
-        StaleMutant: its text does not occur exactly once, or its tests cannot be collected.
+    Raises StaleMutant if its text does not occur exactly once, or its tests cannot be collected.
     """
     source, started = mutant.planted(), time.perf_counter()
     with copied_source() as copy:

@@ -63,13 +63,10 @@ class Variant:
 
 
 def load(target: Path, scheme: str, weight_format: str = "raw", kernels: Path | None = None) -> Loaded:
-    """Loads the target in a scheme.
+    """Loads the target in a scheme. Raises InvalidRequest if the scheme does not run on the compiled kernels here.
 
     weight_format: Of bfloat16 weights. kernels: Folder of libraries in place of those of the package; those that it
     lacks are compiled.
-
-    Raises:
-        InvalidRequest: The scheme does not run on the compiled kernels here.
     """
     loaded_library.cache_clear()
     with nullcontext() if kernels is None else patch.object(build, "SHIPPED", kernels):

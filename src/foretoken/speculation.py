@@ -308,10 +308,7 @@ def with_published(config: SpeculativeConfig, target: str | Path) -> tuple[Specu
 def with_method(config: SpeculativeConfig) -> SpeculativeConfig:
     """Returns ``config`` with the method of the heads that it names, if it names heads, no method, and a draft length.
 
-    Heads that adapt have a method, too.
-
-    Raises:
-        ModelLoadError: There is no such model.
+    Heads that adapt have a method, too. Raises ModelLoadError if there is no such model.
     """
     mixed = config.method_in_force == AUTO and not config.options and config.adapt is False
     if config.method is not None or config.model is None or mixed:

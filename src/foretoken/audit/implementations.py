@@ -207,9 +207,7 @@ class Assisted:
 
     All settings are the checkpoint's or transformers' own, including the target's top-k and the assistant's confidence
     threshold; ``law`` has the same filters. End-of-sequence tokens are disabled where texts of one length are sampled.
-
-    Raises:
-        InvalidRequest: transformers does not have the configured method.
+    Raises InvalidRequest if transformers does not have the configured method.
     """
 
     bit_equal, batch, seeded, open = False, 1, False, False

@@ -246,8 +246,7 @@ class VllmLoadedServer(LoadedServer):
     def run(self, workload: str, prompts: Sequence[str], concurrency: int) -> LoadResult:
         """Sends all prompts, ``concurrency`` at a time, and returns what the generator measured.
 
-        Raises:
-            ForetokenError: The generator failed; with its last words.
+        Raises ForetokenError with the generator's last words if it failed.
         """
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompts.jsonl"
@@ -315,11 +314,10 @@ def server_process(
 ) -> Iterator[tuple[str, int]]:
     """Runs a server within the ``with`` block. Yields its address and its process id.
 
+    Raises ForetokenError with the server's last line if it does not start.
+
     command: The command without ``--host`` and ``--port``, which are added. ready: Path that answers 200 once the
     server can be used.
-
-    Raises:
-        ForetokenError: The server does not start; with its last line.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

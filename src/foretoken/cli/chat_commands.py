@@ -26,10 +26,8 @@ class Conversation:
     """The turns of one chat.
 
     ``tokenizer`` has ``apply_chat_template``, ``template`` replaces its template, ``max_length`` is the number of
-    tokens of prompt and answer together, and ``model`` is a name for error messages.
-
-    Raises:
-        InvalidRequest: There is no valid template.
+    tokens of prompt and answer together, and ``model`` is a name for error messages. Raises InvalidRequest if there is
+    no valid template.
     """
 
     def __init__(self, tokenizer: Any, max_length: int, model: str, template: str | None = None) -> None:
@@ -52,10 +50,8 @@ class Conversation:
     def ask(self, text: str, max_tokens: int) -> tuple[list[int], int]:
         """Adds a message. Returns the prompt's token ids, and how many more of the oldest turns do not fit.
 
-        ``max_tokens`` are reserved for the answer, at most half of the context.
-
-        Raises:
-            InvalidRequest: The message alone is too long, or the template refuses it. The message is not added.
+        ``max_tokens`` are reserved for the answer, at most half of the context. Raises InvalidRequest if the message
+        alone is too long or the template refuses it, and does not add it.
         """
         turns = [*self.turns, {"role": "user", "content": text}]
         first, budget = self._from, self._max_length - min(max_tokens, self._max_length // 2)

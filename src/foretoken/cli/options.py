@@ -85,8 +85,7 @@ class ModelOptions(TargetOptions):
     def pair(self) -> tuple[str | Path, SpeculativeConfig]:
         """Returns the target and the way in which another engine speculates, the bundled pair where no model is named.
 
-        Raises:
-            InvalidRequest: They contradict each other.
+        Raises InvalidRequest if they contradict each other.
         """
         from foretoken.speculation import SpeculativeConfig, with_draft, with_published
 
@@ -141,13 +140,10 @@ class ResultOptions:
     def write(
         self, record: Any, parts: Callable[[], Iterable[Any]] = tuple, facts: Mapping[str, Any] | None = None
     ) -> None:
-        """Prints a result, and writes it to a file.
+        """Prints a result, and writes it to a file. Raises WriteError if the file cannot be written.
 
         parts: Returns the tables and lines to print instead, if JSON is not requested. facts: The setting of the
         measurement, which is printed behind them.
-
-        Raises:
-            WriteError: The file cannot be written.
         """
 
         if self.as_json:

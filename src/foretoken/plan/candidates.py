@@ -45,8 +45,7 @@ def candidates(
 ) -> list[Candidate]:
     """Returns every draft as a chain and as a tree, the heads, the methods without a model, and ``configs``.
 
-    Raises:
-        InvalidRequest: A configuration is not valid, or heads are of no known kind.
+    Raises InvalidRequest if a configuration is not valid, or heads are of no known kind.
     """
     result: list[Mapping[str, Any]] = []
     for draft in map(str, drafts):

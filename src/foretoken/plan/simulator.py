@@ -191,8 +191,7 @@ class RemoteDraftingEstimate:
 def check_rtt(rtt_ms: float | None, batches: Sequence[int]) -> None:
     """Checks, before anything is measured, that ``remote_drafting`` can answer.
 
-    Raises:
-        InvalidRequest: The round trip is negative, no batch is 1, or SimPy is not installed.
+    Raises InvalidRequest if the round trip is negative, no batch is 1, or SimPy is not installed.
     """
     number("--rtt", rtt_ms, 0.0, optional=True)
     if rtt_ms is not None and 1 not in batches:

@@ -72,8 +72,7 @@ def best_window(alpha: float, target: float, draft: float, rtt: float = 0.0) -> 
 def servers_needed(target: float, draft: float, depth: int) -> int:
     """Returns SP = ceil(t / (g d)), the target servers with which no pass waits for another (2405.14105).
 
-    Raises:
-        InvalidRequest: A pass takes no time.
+    Raises InvalidRequest if a pass takes no time.
     """
     if not target > 0.0 or not draft > 0.0:
         raise InvalidRequest(f"passes must take time, got {target} s of the target and {draft} s of the draft")

@@ -408,10 +408,9 @@ _STYLE: dict[Any, Any] = {
 def render(width: float, height: float, paint: Callable[[Figure], None], tips: Iterable[str]) -> Markup:
     """Returns the shapes that ``paint`` renders, in the page's colours, without references, and with tooltips.
 
-    tips: Tooltips of the markers, or of the shapes with ids "step-<number>", in drawing order.
+    Raises InvalidRequest if Matplotlib is not installed.
 
-    Raises:
-        InvalidRequest: Matplotlib is not installed.
+    tips: Tooltips of the markers, or of the shapes with ids "step-<number>", in drawing order.
     """
     try:
         from matplotlib import rc_context

@@ -203,8 +203,7 @@ class SpeculationControl:
     async def save_draft(self, request: DraftToSave, key: str | None) -> SavedDraft:
         """Saves the drafter that learns, while requests run. key: name of the client's key, for the log.
 
-        Raises:
-            InvalidRequest: No drafter learns, or the folder must not or cannot be written.
+        Raises InvalidRequest if no drafter learns, or the folder must not or cannot be written.
         """
         try:
             updates = await asyncio.to_thread(self._worker.llm.save_draft, request.path, request.force)

@@ -68,10 +68,9 @@ def create_app(
 ) -> FastAPI:
     """Returns the app of a worker. Its lifespan starts and closes the worker.
 
-    guarded: Whether the app checks keys and limits; not so behind an app that has.
+    Raises InvalidRequest if the key file of the settings cannot be read, or their chat template is not valid Jinja.
 
-    Raises:
-        InvalidRequest: The key file of the settings cannot be read, or their chat template is not valid Jinja.
+    guarded: Whether the app checks keys and limits; not so behind an app that has.
     """
     settings = settings or ServerSettings()
     if settings.chat_template is not None:
@@ -112,10 +111,9 @@ def create_gateway(
 ) -> FastAPI:
     """Returns an app in front of other apps, which checks keys, rates, bodies and concurrency.
 
-    routes: Endpoints of the paths that it answers itself. forward: Answers all other HTTP requests.
+    Raises InvalidRequest if the key file of the settings cannot be read.
 
-    Raises:
-        InvalidRequest: The key file of the settings cannot be read.
+    routes: Endpoints of the paths that it answers itself. forward: Answers all other HTTP requests.
     """
     app, keys = _bare_app(settings, lifespan=lifespan, openapi_url=None)
     for path, endpoint in routes.items():
@@ -191,9 +189,7 @@ def create_model_group(
     """Returns the app of several models. The first is that of requests that name none.
 
     ``model_settings`` has the settings of each worker's model, ``settings`` the server's, with the names of all models.
-
-    Raises:
-        InvalidRequest: The key file of the settings cannot be read.
+    Raises InvalidRequest if the key file of the settings cannot be read.
     """
     apps = [
         create_app(worker, app_settings, guarded=False)

@@ -35,8 +35,8 @@ async def read_object(body: bytes) -> dict[str, Any]:
 def parse_json(body: bytes) -> Any:
     """Returns the value of the JSON in ``body``.
 
-    Raises:
-        ApiError: 400, it is not JSON in UTF-8, holds half of a surrogate pair, or is nested too deeply or too large.
+    Raises a 400 ApiError if it is not JSON in UTF-8, holds half of a surrogate pair, or is nested too deeply or too
+    large.
     """
     _check_structure(body)
     try:

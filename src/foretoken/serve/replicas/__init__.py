@@ -35,8 +35,7 @@ class ReplicaScale:
 def share(nodes: Sequence[float], count: int) -> float:
     """Returns the largest number of cores for each of ``count`` replicas; whole cores if there are enough.
 
-    Raises:
-        InvalidRequest: There are no cores.
+    Raises InvalidRequest if there are no cores.
     """
     sizes = {cores / k for cores in nodes for k in range(1, count + 1) if cores > 0}
     fitting = [size for size in sizes if sum(int(cores / size + 1e-9) for cores in nodes) >= count]

@@ -75,8 +75,7 @@ class Replica:
     async def respond(self, request: Forwarded) -> AsyncIterator[Message]:
         """Yields the ASGI messages of the answer, with the replica's name. Closing it early cancels the request.
 
-        Raises:
-            ReplicaLost: The engine is dead, so that the app's answer must not be sent.
+        Raises ReplicaLost if the engine is dead, so that the app's answer must not be sent.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         state = replace(state_of(request.scope), unknown_fields=[])

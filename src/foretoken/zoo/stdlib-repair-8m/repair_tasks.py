@@ -204,10 +204,9 @@ def held_out(
 ) -> list[RepairTask]:
     """Returns tasks from held-out files. The same arguments give the same tasks.
 
-    count: Greatest number of tasks. seed: Seed of the order and the bugs.
+    Raises InvalidRequest if there are none.
 
-    Raises:
-        InvalidRequest: There are none.
+    count: Greatest number of tasks. seed: Seed of the order and the bugs.
     """
     tokenizer = bundled_tokenizer() if tokenizer is None else tokenizer
     data = snippets((corpus or standard_library()).held_out, tokenizer, window, _HELD_OUT_SEED)
