@@ -6,8 +6,6 @@ accepted tokens exceed its price (Dinkelbach's method for ratios). Everything is
 by fixed candidates alone, so that no decision can change the distribution of the output.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

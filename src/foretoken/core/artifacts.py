@@ -4,8 +4,6 @@ An output is never an input of its command, and never replaces an artifact of an
 replaced only if the user asks for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping

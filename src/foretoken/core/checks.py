@@ -3,8 +3,6 @@
 Each error names the parameter, the expected range and the value. Raises InvalidRequest.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

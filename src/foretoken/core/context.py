@@ -1,7 +1,5 @@
 """One sequence as proposers and verifiers see it: its tokens, sampling parameters and random numbers."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Each process has a limit on processor time and memory. The kernel kills a proces
 its connection reads an end of file. This module must not import torch, so that the processes start quickly.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Clients of OpenAI-compatible servers: addresses, keys, listed models, and requests at once."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar

@@ -5,8 +5,6 @@ state, so a request's numbers do not depend on what shares its batch. Drafting a
 only in the trajectory grade (2408.07978), where both use the purpose SHARED.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Number of threads to compute with, by the system's limits for this process."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

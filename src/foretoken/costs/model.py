@@ -1,7 +1,5 @@
 """The cost model: seconds of plain steps, forward passes and drafting, learned from the steps of an engine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

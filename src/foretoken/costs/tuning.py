@@ -1,7 +1,5 @@
 """Constants of the cost model and of the draft policy, each with its unit and the measurement that set it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

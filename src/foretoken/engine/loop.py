@@ -1,7 +1,5 @@
 """The engine: budgets, draft, forward pass, distributions, verify, commit, observe. The same for every pairing."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager

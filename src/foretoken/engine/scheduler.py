@@ -4,8 +4,6 @@ Requests are ordered by priority, then by arrival. When the KV cache is full, th
 preempted; it later resumes at the same token after recomputing its KV cache.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass

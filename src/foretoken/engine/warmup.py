@@ -3,8 +3,6 @@
 The cost of an oversized draft model shows here, not in a request. The kernels are warm afterwards, too.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

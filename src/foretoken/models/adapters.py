@@ -1,7 +1,5 @@
 """The LoRA adapters of a model by the names that requests choose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chains and trees that a model drafts in one call: requests and results."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ computes them. With a batch-invariant runner no row's logits depend on what shar
 on proposer, draft length or batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby

@@ -1,7 +1,5 @@
 """The interface of online training: samples of a target's text, and a differentiable copy that learns from them."""
 
-from __future__ import annotations
-
 import copy
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Loads whole models: chooses the implementation for a checkpoint, a device and a dtype."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Mapping

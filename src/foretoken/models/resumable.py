@@ -1,7 +1,5 @@
 """A model whose closed sequences can be resumed, and whose passes can be cancelled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile

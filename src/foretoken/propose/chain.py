@@ -1,7 +1,5 @@
 """One sequence's chain while a model drafts it, level by level or at once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

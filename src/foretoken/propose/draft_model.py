@@ -1,7 +1,5 @@
 """A smaller model drafts (2211.17192, 2302.01318): chains and trees, sampled, ranked, or with the target's noise."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

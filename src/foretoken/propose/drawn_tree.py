@@ -5,8 +5,6 @@ children will be sampled from, before that; every sampled token stays in the tre
 quality of the estimates below: they decide how much is accepted, never the output distribution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush

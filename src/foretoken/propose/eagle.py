@@ -5,8 +5,6 @@ distribution that they were sampled from. In the trajectory grade they lead the 
 use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

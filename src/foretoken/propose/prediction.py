@@ -1,7 +1,5 @@
 """Predicted outputs (OpenAI): drafts from a reference text that the client expects the output to follow, with edits."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ for exactly the current text: while the target verifies, the worker drafts ahead
 not depend on the worker. A worker that ends or exceeds the timeout is disabled, and decoding continues without drafts.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -4,8 +4,6 @@ Messages are bytes and arrive in order, in both directions. The worker runs ``PR
 builds proposers, so it is above them in the import order.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

@@ -11,8 +11,6 @@ are decided before anything is sampled (non-anticipation), and a wrong predictio
 proposer whose drafts follow from the text alone (``can_rewind``); any other proposer drafts only on request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ In both algorithms the draft model sees the text in its own tokens. They are upd
 cache holds all but the last few of them from step to step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile

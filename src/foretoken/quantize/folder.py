@@ -5,8 +5,6 @@ int32 words, a scale for each group of inputs. int8 is ``int-quantized`` W8A8: a
 quantized row by row.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Collection, Mapping

@@ -4,8 +4,6 @@ It is trained on text that the target sampled. The labels are probabilities of a
 token and 0 or 1 of an argmax, instead of single outcomes (SpecDec++, 2405.19715).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

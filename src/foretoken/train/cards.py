@@ -1,7 +1,5 @@
 """Model cards of targets, drafts and heads, written from provenance.json and from measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

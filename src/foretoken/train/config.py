@@ -4,8 +4,6 @@ Each dataclass is a group of options. A field is the option of its name unless i
 no option. The ``Args`` of a docstring are the help of the options.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Both fuse three hidden states of the target and have a vocabulary of their own. 
 and the target's feature at row i, and proposes token i + 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interface of heads in training: a module, its logits, its file format."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Collective operations of several processes under torchrun. With one process they do nothing."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ output must not be written, and TrainingError if files cannot be written or the 
 checkpoint beside the output.
 """
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess

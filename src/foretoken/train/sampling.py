@@ -1,7 +1,5 @@
 """Samples windows of text from a model in large batches: through our models on a CPU, through transformers on a GPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

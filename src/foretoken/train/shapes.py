@@ -1,7 +1,5 @@
 """Sizes of the models that are trained from scratch or widened, as groups of command line options (see ``config``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self

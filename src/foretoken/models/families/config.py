@@ -1,7 +1,5 @@
 """Reads config.json by Llama's names, with the defaults of its family made explicit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal

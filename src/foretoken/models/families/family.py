@@ -1,7 +1,5 @@
 """A row of the table of families: properties of every checkpoint of a model type."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, 2405.04434) and the families that have it, as data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Sizes of recurrent token mixers: gated DeltaNet (Qwen3.5), Mamba-2 (Bamba) and short convolutions (LFM2)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Reads a decoder's weights from a checkpoint, one layer at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Memory for a model's weights: checks that they fit before anything is read, and returns freed memory."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import sys

@@ -8,8 +8,6 @@ A weight is (code - zero) * scale, with a zero and a scale for each group of inp
 - MXFP4 (``*_blocks``, ``*_scales``): pairs of e2m1 codes in bytes, with a power of two for each 32 inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

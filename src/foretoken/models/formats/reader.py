@@ -1,7 +1,5 @@
 """Reads and checks tensors of a checkpoint by name."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 

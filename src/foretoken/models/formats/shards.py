@@ -1,7 +1,5 @@
 """Writes checkpoints larger than memory in shards, with their companion files and digests."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -8,8 +8,6 @@ The pass predicts ``depth`` tokens, each without the others. The Markov head add
 logits are those of a node of the draft; they cost a product of low rank and no pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 

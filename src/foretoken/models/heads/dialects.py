@@ -5,8 +5,6 @@ The tensors are the same in all of them. EAGLE's formats differ in the name of t
 DeepSpec's for DSpark. speculators nests the layers' settings, and needs a vocabulary head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ They compute proj([norm(embedding of token i + 1), norm(hidden state i)]), a dec
 and the target's vocabulary head. They differ in names, and in the order of the two halves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights of heads as runners take them, and products with matrices outside their layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

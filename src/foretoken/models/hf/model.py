@@ -1,7 +1,5 @@
 """A causal model of transformers behind the model contract."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary

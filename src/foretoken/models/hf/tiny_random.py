@@ -4,8 +4,6 @@ A class uses masks, positions and its cache in the same way at every width. So i
 short enough to be crossed.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Chooses the runner for a device and a set of weights."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterable

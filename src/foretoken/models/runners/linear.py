@@ -1,7 +1,5 @@
 """Matrix products whose rows do not depend on how many rows share the pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The weights of a decoder layer on the device, and its mixers and MLPs, made of torch operators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial

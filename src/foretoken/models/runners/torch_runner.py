@@ -4,8 +4,6 @@ A pass takes a ragged batch: all rows of all sequences go through each product t
 distinguishes sequences. No row's logits depend on what shares the pass (see ``attention.py`` and ``linear.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace

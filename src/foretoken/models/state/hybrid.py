@@ -4,8 +4,6 @@ A prompt reuses a prefix only up to a page at whose end there is a snapshot of t
 with their page within a separate bound, evicted in the order of their last use, and dropped with their page.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 

@@ -1,7 +1,5 @@
 """A KV cache in slots: one buffer per layer with a slot for each sequence, grown in buckets."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Hashable, Sequence
 

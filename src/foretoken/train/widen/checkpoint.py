@@ -3,8 +3,6 @@
 The mathematics is in ``widen.units``. Each family has a module with the same functions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Sequence

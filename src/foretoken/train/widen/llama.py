@@ -1,7 +1,5 @@
 """Widening of Llamas: usual sizes, checks, and the checkpoint to write. The mathematics is in ``widen.units``."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -9,8 +9,6 @@ must have equal columns. So the wide heads form groups, one per real head, that 
 cancel within a group.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ Factors of the groups are powers of two, which are exact in any format. For an o
 split in two halves.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

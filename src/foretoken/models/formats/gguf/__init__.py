@@ -1,7 +1,5 @@
 """GGUF files: one file with metadata, tokenizer and weights, as llama.cpp writes and reads it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -5,8 +5,6 @@ offset, for each group of 16 or 32 weights; K-quants keep their two levels of sc
 Dequantized in float32 they are bitwise equal to what ``gguf.dequantize`` returns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Reads the values of a GGUF header in order, never beyond the end of the file."""
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A row names the family, the functions for fields of config.json that only some a
 llama.cpp's converter that do not follow from the family (``weights.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The keys of one architecture in the header of a GGUF file."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

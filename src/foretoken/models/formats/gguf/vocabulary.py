@@ -1,7 +1,5 @@
 """A tokenizer as the metadata of a GGUF file: the inverse of ``tokenizer.py``."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

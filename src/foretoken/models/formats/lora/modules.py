@@ -1,7 +1,5 @@
 """The modules of a decoder that an adapter may change, as parts of the runtime's products."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

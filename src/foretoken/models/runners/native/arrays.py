@@ -1,7 +1,5 @@
 """Plans of passes and chains as arrays for the kernels, and tables by position."""
 
-from __future__ import annotations
-
 import ctypes
 from array import array
 from collections.abc import Sequence

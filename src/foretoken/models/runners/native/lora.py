@@ -1,7 +1,5 @@
 """Packs the matrices of LoRA adapters for the kernels (csrc/lora.hpp)."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

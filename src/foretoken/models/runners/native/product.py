@@ -1,7 +1,5 @@
 """Single products on the compiled kernels: a pass without layers, whose vocabulary head is the matrix."""
 
-from __future__ import annotations
-
 from array import array
 from ctypes import addressof
 

@@ -6,8 +6,6 @@ directory.
 It works for any structure whose pointers are declared in ``bindings.py``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
