@@ -14,13 +14,12 @@ from foretoken.core.artifacts import Destination
 from foretoken.core.checks import integer, shown
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.progress import completion_progress
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
 from foretoken.engine.footprint import PROMPT_ROWS, MemoryOptions, memory_checked, split_kv_memory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.prefill_pace import PromptRows
 from foretoken.engine.prompts import Prompt, apply_template, own_template, prompt_list
-from foretoken.engine.requests import Assembler, PromptLogprobs, Request, RequestBuilder
+from foretoken.engine.requests import Assembler, PromptLogprobs, Request, RequestBuilder, completion_progress
 from foretoken.engine.warmup import warm_up
 from foretoken.models.adapters import LoadedAdapters
 from foretoken.models.base import Model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -314,3 +316,23 @@ class Assembler:
             explained=sequence.explained[-1] if sequence.explained else None,
             prompt_logprobs=prompt_logprobs(sequence, self._tokenizer) if ended or not step.position else None,
         )
+
+
+@contextmanager
+def completion_progress(total: int, show: bool | None) -> Iterator[Callable[[], None]]:
+    """Yields a function to call after each finished completion, which advances a progress bar on stderr.
+
+    Args:
+        total: Number of completions.
+        show: Whether to show the bar. None shows it for several completions on a terminal.
+    """
+    if not (total > 1 and sys.stderr.isatty() if show is None else show):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("completions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
