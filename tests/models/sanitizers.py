@@ -12,6 +12,7 @@ import pytest
 from foretoken.core.native import build
 from foretoken.core.native.cpu import Level
 from foretoken.core.native.toolchain import Toolchain, local_suffix
+from foretoken.models.runners.native import packing
 
 _ARITHMETIC = "signed-integer-overflow,shift,bounds,integer-divide-by-zero,float-cast-overflow"
 FLAGS = {
@@ -71,6 +72,7 @@ def load_sanitized() -> None:
         return linked(name, sources, own, tools=tools)
 
     build.linked = sanitized  # type: ignore[assignment]
+    packing.CHUNK_BYTES = 0  # so that it knows the bounds of each matrix
 
 
 def python(module: str, *arguments: str, seconds: float = 3000) -> str:

@@ -219,3 +219,13 @@ def test_the_last_level_cache_is_read_from_the_system(tmp_path, monkeypatch: pyt
 def test_unavailable_formats_are_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         load_model(zoo.path("draft"), **options)
+
+
+def test_freed_memory_leaves_its_neighbours_alone() -> None:
+    arena = Arena(packing_library(), 2**22)
+    first, second, large = arena.allocate(9000), arena.allocate(9000), arena.allocate(2**22)
+    assert second - first >= 9000 and arena.nbytes == 2 * 9000 + 2**22
+    ctypes.memset(second, 7, 9000)
+    arena.free(first)
+    arena.free(large)
+    assert arena.held == ((second, 9000),) and ctypes.string_at(second, 9000) == bytes([7]) * 9000

@@ -25,7 +25,7 @@ from foretoken.models.runners.native.bindings import (
     Matrix,
 )
 from foretoken.models.runners.native.build import packing_library
-from foretoken.models.runners.native.packing import Arena, SmallMatrices, halves, pack
+from foretoken.models.runners.native.packing import Arena, halves, pack
 
 
 class PackedAdapter:
@@ -36,7 +36,7 @@ class PackedAdapter:
     """
 
     def __init__(self, architecture: Architecture, layers: Sequence[AdapterLayer]) -> None:
-        self._memory = SmallMatrices(Arena(packing_library()))
+        self._memory = Arena(packing_library(), 2**22)
         self._layers = (LoraLayer * len(layers))()
         self._stacks: list[object] = []  # memory that the layers point to
         self._adapter = LoraAdapter(layers=self._layers, layer_count=len(layers))

@@ -31,7 +31,9 @@ from foretoken.models.runners.native.bindings import (
 )
 from foretoken.models.runners.native.build import Kind, ScaleKind, grouped_kind
 
-CACHE_LINE, PIECE = 64, 2**22  # bytes
+CACHE_LINE = 64  # bytes
+# Linux takes huge pages for whole multiples of 2 MiB alone, and no memory for what is not used.
+CHUNK_BYTES = 2**25 if sys.platform == "linux" else 0
 
 
 def padded(count: int, to: int) -> int:
@@ -40,62 +42,62 @@ def padded(count: int, to: int) -> int:
 
 
 class Arena:
-    """Memory of one runner, freed when the arena is garbage-collected."""
+    """Memory of one runner, freed when the arena is garbage-collected.
 
-    def __init__(self, library: PackingFunctions) -> None:
-        self.library = library
-        self._held: list[tuple[int, int]] = []
-        weakref.finalize(self, _free, library, self._held)
+    Args:
+        library: Allocates.
+        chunk: Bytes of the chunks from which smaller allocations are taken.
+    """
+
+    def __init__(self, library: PackingFunctions, chunk: int | None = None) -> None:
+        self.library, self._chunk = library, CHUNK_BYTES if chunk is None else chunk
+        self._held: dict[int, int] = {}  # sizes by address
+        self._mapped: dict[int, int] = {}  # of whole mappings
+        self._at = self._left = 0  # what is left of the last chunk
+        weakref.finalize(self, _free, library, self._mapped)
 
     def allocate(self, size: int) -> int:
         """Returns the address of ``size`` zeroed bytes. Raises MemoryError."""
+        room = padded(size, CACHE_LINE)
+        if size > self._chunk // 2:
+            address = self._map(size)
+        else:
+            if room > self._left:
+                self._at, self._left = self._map(self._chunk), self._chunk
+            address = self._at
+            self._at, self._left = self._at + room, self._left - room
+        self._held[address] = size
+        return address
+
+    def _map(self, size: int) -> int:
         address = self.library.foretoken_allocate(size)
         if not address:
             raise MemoryError(f"no memory for another {size / 2**20:.0f} MiB")
-        self._held.append((address, size))
+        self._mapped[address] = size
         return int(address)
 
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
-        return tuple(self._held)
+        """Address and size of each allocation."""
+        return tuple(self._held.items())
 
     @property
     def nbytes(self) -> int:
-        return sum(size for _, size in self._held)
+        """Allocated bytes."""
+        return sum(self._held.values())
 
     def free(self, address: int) -> None:
-        held = next(item for item in self._held if item[0] == address)
-        self._held.remove(held)
-        self.library.foretoken_free(*held)
+        """Frees memory that ``allocate`` returned."""
+        size = self._held.pop(address)
+        if size > self._chunk // 2:
+            self.library.foretoken_free(address, self._mapped.pop(address))
+        else:
+            discard(address, size)
 
     @staticmethod
     def copy(to: int, source: int, size: int) -> None:
+        """Copies ``size`` bytes to the address ``to``."""
         ctypes.memmove(to, source, size)
-
-
-class SmallMatrices:
-    """Memory of many small matrices of an arena, in large blocks.
-
-    Args:
-        arena: allocates the blocks.
-
-    Attributes:
-        nbytes: requested bytes.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self.library, self.nbytes = arena.library, 0
-        self._arena, self._at, self._left = arena, 0, 0
-
-    def allocate(self, size: int) -> int:
-        """Returns the address of ``size`` zeroed bytes. Raises MemoryError."""
-        size = padded(size, CACHE_LINE)
-        if size > self._left:
-            self._left = max(size, PIECE)
-            self._at = self._arena.allocate(self._left)
-        address = self._at
-        self._at, self._left, self.nbytes = self._at + size, self._left - size, self.nbytes + size
-        return address
 
 
 def discard(address: int, size: int) -> None:
@@ -105,8 +107,8 @@ def discard(address: int, size: int) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
-def _free(library: PackingFunctions, held: list[tuple[int, int]]) -> None:
-    for address, size in held:
+def _free(library: PackingFunctions, mapped: dict[int, int]) -> None:
+    for address, size in mapped.items():
         library.foretoken_free(address, size)
 
 
@@ -126,7 +128,7 @@ class Packed:
 
 
 def pack(
-    arena: Arena | SmallMatrices,
+    arena: Arena,
     parts: Sequence[AnyMatrix],
     bias: Tensor | None = None,
     interleave: bool = False,
@@ -206,7 +208,7 @@ def _experts(stack: MatrixStack, first: tuple[AnyMatrix, ...]) -> Iterator[Seque
 
 
 def _packed(
-    arena: Arena | SmallMatrices,
+    arena: Arena,
     placed: Iterable[tuple[AnyMatrix, tuple[int, int]]],
     outputs: int,
     vectors: Mapping[str, Tensor | list[Tensor]],
@@ -245,9 +247,7 @@ def _places(blocks: Sequence[int], interleave: bool) -> list[tuple[int, int]]:
     return [(sum(blocks[:number]), 1) for number in range(len(blocks))]
 
 
-def _pack_words(
-    arena: Arena | SmallMatrices, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
-) -> Matrix:
+def _pack_words(arena: Arena, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int) -> Matrix:
     matrix = None
     for whole, (start, step) in placed:
         assert not isinstance(whole, Grouped)
@@ -288,7 +288,7 @@ def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
 
 
 def _pack_groups(
-    arena: Arena | SmallMatrices, first: Grouped, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
+    arena: Arena, first: Grouped, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
 ) -> Matrix:
     """Packs matrices with the group layout of ``first`` into records, a strip of outputs at a time."""
     layout, inputs = first.layout, first.shape[1]

@@ -15,6 +15,11 @@ extern "C" __declspec(dllimport) int VirtualFree(void* at, size_t bytes, unsigne
 
 namespace {
 
+constexpr int64_t HUGE_PAGE = 1 << 21;
+
+// Returns the bytes of a mapping: from the size of a huge page on, whole ones.
+inline int64_t mapped(int64_t bytes) { return bytes < HUGE_PAGE ? bytes : padded(bytes, HUGE_PAGE); }
+
 // Packs the codes of one output and group into its words of the group's vectors; see `levels_of`.
 template <int BITS>
 void pack_codes(const uint8_t* codes, int64_t count, Word* to) {
@@ -182,12 +187,17 @@ void* foretoken_allocate(int64_t bytes) {
     void* data = nullptr;
     return posix_memalign(&data, 4096, (size_t)bytes) ? nullptr : std::memset(data, 0, (size_t)bytes);
 #else
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const int64_t whole = mapped(bytes), margin = whole % HUGE_PAGE ? 0 : HUGE_PAGE;
+    char* const data = (char*)mmap(nullptr, whole + margin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return nullptr;
+    if (!margin) return data;
+    const int64_t before = -(int64_t)data & (HUGE_PAGE - 1);
+    if (before) munmap(data, before);
+    munmap(data + before + whole, margin - before);
 #if defined(MADV_HUGEPAGE)
-    madvise(data, bytes, MADV_HUGEPAGE);
+    madvise(data + before, whole, MADV_HUGEPAGE);
 #endif
-    return data;
+    return data + before;
 #endif
 }
 
@@ -200,7 +210,7 @@ void foretoken_free(void* data, int64_t bytes) {
     (void)bytes;
     free(data);
 #else
-    munmap(data, bytes);
+    munmap(data, mapped(bytes));
 #endif
 }
 
