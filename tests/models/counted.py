@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from struct import pack, unpack
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from foretoken.core import devices
 from foretoken.core.native import sampling as native
 from foretoken.core.native.build import SWITCH
-from foretoken.models import device_logits
+from foretoken.models import device_drafts, device_logits
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
@@ -30,7 +31,7 @@ from foretoken.models.runners import choose
 from foretoken.models.runners.cuda import choice, layout, runner
 from foretoken.models.runners.cuda.graphs import States
 from foretoken.models.runners.cuda.runner import CudaRunner
-from foretoken.models.runners.triton_kernels.rows import SampledRows
+from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows
 
 from .test_graphs import InTorch, memory
 from .tiny import only_runner
@@ -49,8 +50,16 @@ class HostSampling:
         return torch.stack([memory(at, (vocabulary,), torch.float32) if at else zeros for at in addresses])
 
     @staticmethod
-    def chosen(logits: Tensor, rows: SampledRows, narrow: bool) -> Tensor:
+    def nodes(addresses: Tensor) -> Tensor:
+        zeros = torch.zeros(4, dtype=torch.int64)
+        return torch.stack([memory(at, (4,), torch.int64) if at else zeros for at in addresses.tolist()])
+
+    @staticmethod
+    def chosen(
+        logits: Tensor, rows: SampledRows, narrow: bool, chains: ChainRows | None = None, start: int = 0
+    ) -> Tensor:
         kernels, tokens = native.kernels(), torch.full((len(logits),), -1)
+        measures = torch.zeros(len(logits), 3, dtype=torch.float64)
         assert kernels is not None
         for row, source in enumerate(rows.sources.tolist()):
             if not source:  # padding
@@ -62,7 +71,43 @@ class HostSampling:
             assert narrow or not (request.filter.top_k or request.filter.top_p < 1.0)
             kernels.choose_tokens([request], logits.shape[1])
             tokens[row] = request.token
-        return tokens
+            if chains is not None:
+                measures[row, 1] = HostSampling.weight(chains, start + row)
+                if address := int(chains.drawn_from[start + row]):
+                    token, measures[row, 0], measures[row, 2] = HostSampling.beyond(
+                        logits[row : row + 1],
+                        memory(address, (logits.shape[1],), torch.float32),
+                        request,
+                        chains,
+                        start + row,
+                    )
+                    tokens[row] = token if request.token >= 0 else -1
+        return tokens[:, None] if chains is None else torch.cat((tokens[:, None], measures.view(torch.int64)), 1)
+
+    @staticmethod
+    def weight(chains: ChainRows, row: int) -> float:
+        weight = 1.0
+        for at in range(int(chains.firsts[row]), row):
+            weight = min(1.0, weight * float(chains.ratios[at]))
+        return weight
+
+    @staticmethod
+    def beyond(
+        logits: Tensor, q: Tensor, request: native.TokenRow, chains: ChainRows, row: int
+    ) -> tuple[int, float, float]:
+        """Returns the token of a row's excess over the draft, the excess, and the draft's probability of its token."""
+        kernels, token = native.kernels(), int(chains.drafted[row])
+        assert kernels is not None
+
+        class Kept:
+            spec = staticmethod(lambda vocabulary: request.filter)
+
+        (p,) = kernels.rows(logits, Kept)  # type: ignore[arg-type]
+        above, below = float(p[token]), float(q[token])
+        chains.ratios[row] = above / below if above > 0.0 and below > 0.0 else 0.0
+        excess, mass = kernels.excess(p, q, HostSampling.weight(chains, row))
+        (fraction,) = unpack("<d", pack("<Q", request.noise))
+        return kernels.draw(excess if mass > 0.0 else p, fraction)[0], mass, below
 
     @staticmethod
     def described(logits: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
@@ -91,12 +136,14 @@ class Counts:
         copies: copies to the device.
         reads: copies to the host, each with the only wait that a step may have.
         waits: other waits.
+        captures: graphs that were captured.
     """
 
     launches: int = 0
     copies: int = 0
     reads: int = 0
     waits: int = 0
+    captures: int = 0
     inside: bool = field(default=False, repr=False)  # of a graph, a kernel or a copy that is counted as one
 
     def apart(self, function: Callable[..., Any], counter: str = "") -> Callable[..., Any]:
@@ -164,7 +211,7 @@ class CountedDevice:
         patch.setattr(layout, "attention_kernels", lambda: InTorch)
         patch.setattr(choice, "sampling_kernels", lambda: HostSampling)
         patch.setattr(InTorch, "move", staticmethod(self._counted(InTorch.move, "launches")))
-        for module in (runner, choice, device_logits):
+        for module in (runner, choice, device_logits, device_drafts):
             patch.setattr(module, "fetched", self._counted(devices.fetched, "reads"))
         patch.setattr(devices, "on_host", self._counted(devices.on_host, "reads"))
         patch.setattr(devices, "wait_for", self._counted(devices.wait_for, "waits"))
@@ -174,6 +221,7 @@ class CountedDevice:
 
     def capture(self, function: Callable[[], States]) -> Callable[[], States]:
         """See ``graphs.Capture``: as a graph does, a replay writes over the tensors of the first time."""
+        self.counts.captures += 1
         static = {key: state.clone() for key, state in self.counts.apart(function)().items()}
         self._placed |= {address(state): state for state in static.values()}
 

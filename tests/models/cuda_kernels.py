@@ -1,6 +1,6 @@
 """Triton's kernels against torch, on a CUDA device or by Triton's interpreter: ``test_cuda_kernels.py`` runs this."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tests.models import recurrent_in_torch
 from tests.models.recurrent_kernels import SIZES, Sequences
-from tests.models.sampled_rows import LAWS, Steps
+from tests.models.sampled_rows import LAWS, Steps, compare_chains
 from torch import Tensor
 
 from foretoken.core.draft import Draft
@@ -294,9 +294,61 @@ def test_accepted_rows_move_in_order() -> None:
             source_row = expected[source_page, at + source * width : at + (source + 1) * width].clone()
             expected[page, at + row * width : at + (row + 1) * width] = source_row
     columns = [[start + size * page, row, start + size * other, source] for page, row, other, source in moves]
-    table = torch.cat((ints([0, 3, 4]), ints(columns).T.flatten()))
-    move(table, 2, ints([list(block) for block in blocks]).T.contiguous(), 24)
+    move(ints([0, 3, 4]), ints(columns).T.contiguous(), ints([list(block) for block in blocks]).T.contiguous(), 24)
     assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_nodes_that_lie_elsewhere_complete_the_rows_of_a_pass(name: str) -> None:
+    """Rows of two sequences: two pending tokens and a draft, then one pending token and a draft."""
+    drafts = {"chain": [(-1, 0, 1), (-1, 0)], "tree": [(-1, -1, 1, 2, 1), (-1, 0, -1)]}[name]
+    prefixes, rows, nodes_of = (8, 5), list[dict[str, int]](), list[Tensor]()
+    expected = list[list[int]]()
+    for parents, prefix, pending in zip(drafts, prefixes, (2, 1), strict=True):
+        tokens = [30 + prefix + node for node in range(len(parents))]
+        up = [node - parent for node, parent in enumerate(parents)]
+        nodes_of.append(torch.tensor([tokens, up, [7 + node for node in up]], dtype=torch.int32, device=DEVICE))
+        first, stride = nodes_of[-1].data_ptr(), 4 * len(parents)
+        rows += [{"position": prefix - pending + row, "place": prefix - pending + row} for row in range(pending)]
+        expected += [[0, 0, 0, 0]] * pending
+        depths = list[int]()
+        for node, parent in enumerate(parents):
+            depths.append(1 + depths[parent] if parent >= 0 else 1)
+            rows.append({"node": first + 4 * node, "stride": stride, "place": prefix + node, "prefix": prefix})
+            expected.append([tokens[node], up[node], 7 + up[node], depths[node]])
+    columns = {
+        key: ints([row.get(key, 0) for row in rows]) for key in ("node", "stride", "position", "place", "prefix")
+    }
+    tokens, counts, ends = (torch.zeros_like(columns["node"]) for _ in "abc")
+    paths = torch.zeros(4 if name == "tree" else 0, len(rows), dtype=torch.int64, device=DEVICE)
+    order = columns["node"], columns["stride"], tokens, columns["position"], counts, ends, columns["place"]
+    result = attention.read_nodes(*order, columns["prefix"], paths)
+    assert result.tolist() == expected
+    at = 0
+    for parents, prefix, pending in zip(drafts, prefixes, (2, 1), strict=True):
+        at += pending
+        for node, parent in enumerate(parents):
+            above = paths[:, at + parent].tolist()[: expected[at + node][3] - 1] if parent >= 0 else []
+            position = prefix - 1 + expected[at + node][3]
+            assert int(tokens[at + node]) == expected[at + node][0]
+            assert [int(each[at + node]) for each in (columns["position"], counts, ends)] == [
+                position,
+                position + 1,
+                position + 1,
+            ]
+            if name == "tree":
+                assert paths[: len(above) + 1, at + node].tolist() == [*above, prefix + node]
+        at += len(parents)
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.float16])
+def test_states_that_lie_elsewhere_are_read_in_the_order_of_their_addresses(held: torch.dtype) -> None:
+    states = numbers(5, 2, 40).to(held)
+    addresses = [[states[row, layer].data_ptr() for row, layer in ((3, 1), (0, 0))], [states[1, 0].data_ptr(), 0]]
+    result = attention.read_states(ints([*addresses, [0, 0]]), 40, held, torch.float32)
+    zeros = torch.zeros(40, device=DEVICE)
+    first, second = torch.cat((states[3, 1], states[0, 0])), torch.cat((states[1, 0].float(), zeros))
+    assert torch.equal(result, torch.stack((first.float(), second, torch.cat((zeros, zeros)))))
 
 
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.float16, 0.02)])
@@ -453,6 +505,14 @@ def test_tokens_of_all_laws_are_those_of_the_host(logprobs: int | None, monkeypa
 
 def test_tokens_of_a_vocabulary_of_several_chunks_are_those_of_the_host() -> None:
     Steps(chooser(), 4300, ["min_p", "top_p"], 2, DEVICE).compare([0, 0], 4)
+
+
+@pytest.mark.parametrize("vocabulary, seeds", [(101, range(4)), (5000, [3])])
+def test_verdicts_on_sampled_chains_are_those_of_the_host(
+    vocabulary: int, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "ROWS_AT_ONCE", 8)
+    assert compare_chains(chooser(), vocabulary, seeds, DEVICE) > 2
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter

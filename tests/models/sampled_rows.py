@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, SampledElsewhere
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.streams import Streams
+from foretoken.core.streams import PrivateStream, Purpose, Streams
 from foretoken.engine.sequence import ComputedTokens
 from foretoken.engine.step_rows import SequenceRow
 from foretoken.models.base import Scores
+from foretoken.models.chains import ChainRequest, Draws, ModelChain
+from foretoken.models.device_drafts import DraftMemory, UnreadChain, UnreadDraft
 from foretoken.models.device_logits import DeviceRows
 from foretoken.models.runners.cuda.choice import DeviceChooser
 
@@ -115,3 +117,69 @@ class Steps:
 def described(computed: ComputedTokens) -> object:
     listed = [(row.logprob, row.rank, row.top) for row in computed.rows if row.top_count >= 0]
     return computed.path, [row.token for row in computed.rows], listed
+
+
+def sampled_chain(size: int, target: Tensor, law: SamplingLaw, seed: int) -> tuple[list[int], Tensor]:
+    """Returns tokens, and distributions near the target's from which they were sampled; some are equal to it."""
+    generator = torch.Generator().manual_seed(seed)
+    near = target[:size] + torch.randn(size, target.shape[1], generator=generator) * (seed % 3) / 2
+    q = law.probs(near, ())
+    return torch.multinomial(q, 1, generator=generator)[:, 0].tolist() if size else [], q
+
+
+def unread(tokens: Sequence[int], q: Tensor, lost: bool, device: torch.device) -> UnreadDraft:
+    """Returns a sampled chain that lies on a device. ``lost``: it has one level more, where no token is possible."""
+    count = len(tokens) + lost
+    nodes = torch.ones(3, 1, count, dtype=torch.int32)
+    nodes[0, 0] = torch.tensor([*tokens, *[0] * lost])
+    nodes[2, 0] = torch.tensor([0.5] * len(tokens) + [torch.nan] * lost).view(torch.int32)
+    rows = torch.cat((q, q.new_full((int(lost), q.shape[1]), torch.nan)))
+    request = ChainRequest(count, Draws(SamplingLaw().kept, uniforms=[0.5] * count, rows=True))
+    chain = UnreadChain(DraftMemory(nodes.to(device), rows[None].to(device)), 0, request)
+
+    def finish(drafted: ModelChain) -> Draft:
+        assert isinstance(drafted.rows, SampledElsewhere)
+        return Draft.chain(drafted.tokens, drafted.rows)
+
+    return UnreadDraft(chain, finish)
+
+
+def compare_chains(chooser: DeviceChooser, vocabulary: int, seeds: Sequence[int], device: torch.device) -> int:
+    """Compares verdicts on sampled chains with the CPU's. Returns the number of accepted tokens."""
+    kernels, laws = native.kernels(), [law for law in LAWS.values() if not (law.greedy or law.adjusts)]
+    assert kernels is not None
+    accepted = 0
+    for seed in seeds:
+        sizes, targets, drafts, expected = list[int](), list[Tensor](), list[UnreadDraft](), list[tuple[int, int]]()
+        requests = list[SequenceRow]()
+        for number, law in enumerate(laws):
+            size, streams, position = (seed + 3 * number) % 6 + 1, Streams(seed * 11 + number), seed % 5
+            target = logits(size + 1, vocabulary, seed + number)
+            tokens, q = sampled_chain(size, target, law, seed + number)
+            draft = unread(tokens, q, seed % 4 == 3, device)
+            private = streams.private(Purpose.VERIFY, position)
+            assert isinstance(private, PrivateStream)
+            expected.append(kernels.verify_chain(target, tokens, q, law.kept, private.key))
+            context = Context(number, [1] * (2 + position), 2, law, streams)
+            requests.append(SequenceRow(context, None, vocabulary))
+            requests[-1].blocks = True
+            rows = torch.cat((target, target[:1])) if draft.limit > size else target
+            sizes.append(draft.limit + 1), targets.append(rows), drafts.append(draft)
+        drafted = torch.zeros(sum(sizes), 4, dtype=torch.int64)
+        nodes = [
+            torch.cat((torch.zeros(3, 1, dtype=torch.int32), d.source._memory.nodes[:, 0].cpu()), 1) for d in drafts
+        ]
+        drafted[:, :3] = torch.cat(nodes, 1).T
+        drafted[:, 3] = torch.cat([torch.arange(size) for size in sizes])
+        placed = DeviceRows(torch.cat(targets).to(device), chooser, drafted=drafted.to(device)).split(sizes)
+        asked = [
+            request.update(draft, Scores(rows)) for request, draft, rows in zip(requests, drafts, placed, strict=True)
+        ]
+        chooser.choose_tokens([row for row in asked if row is not None], vocabulary)
+        for request, draft, verdict in zip(requests, drafts, expected, strict=True):
+            result = request.result()
+            assert result is not None and (len(result.path), result.rows[-1].token) == verdict
+            assert [row.token for row in result.rows[:-1]] == list(draft.ids[: len(result.path)])
+            assert all(0.0 < (draft.chance(node) or 0.0) <= 1.0 for node in result.path)
+            accepted += len(result.path)
+    return accepted

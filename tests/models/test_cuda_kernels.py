@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.models.runners.triton_kernels import recurrent_kernels, sampling_kernels
+from foretoken.models.runners.triton_kernels import attention_kernels, recurrent_kernels, sampling_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -38,17 +38,34 @@ def compiled_for_a_gpu(
 
 
 INTEGERS = ("addresses", "sources", "noise", "top_k", "places", "winners", "best", "tokens", "ids", "last")
-DOUBLES = ("mass", "masses", "totals")
+INTEGERS += ("drawn_from", "drafted", "firsts", "values", "nodes", "strides", "positions", "counts", "ends", "prefixes")
+INTEGERS += ("paths",)
+DOUBLES = ("mass", "masses", "totals", "plain", "weights", "ratios", "chances")
+OF_TOKENS = (
+    "_gather",
+    "_look",
+    "_keep",
+    "_distribute",
+    "_narrow",
+    "_ratio",
+    "_weigh",
+    "_draw",
+    "_pick",
+    "_total",
+    "_nodes",
+)
 
 
-@pytest.mark.parametrize("name", ["_gather", "_look", "_keep", "_distribute", "_narrow", "_draw", "_pick", "_total"])
+@pytest.mark.parametrize("name", [*OF_TOKENS, "_read_nodes", "_read_states"])
 def test_kernels_of_tokens_compile(name: str) -> None:
     """The interpreter does not see types: variables of branches and loops keep theirs on a GPU."""
-    pytest.importorskip("triton", reason="Triton is on Linux alone")
-    kernel = getattr(sampling_kernels(), name)
-    sizes = {"CHUNKS": 5, "WIDE": 8, "SIZE": 5000, "LENGTH": 1024, "PARTS": 5}
+    triton = pytest.importorskip("triton", reason="Triton is on Linux alone")
+    kernel = getattr(sampling_kernels() if name in OF_TOKENS else attention_kernels(), name)
+    sizes = {"CHUNKS": 5, "WIDE": 8, "SIZE": 5000, "LENGTH": 1024, "PARTS": 5, "COUNT": 4, "TREES": True}
+    sizes |= {"SAMPLED": True, "WIDTH": 4096, "BLOCK": 1024, "TYPE": triton.language.bfloat16}
     constants = {key: value for key, value in sizes.items() if key in kernel.arg_names}
     kinds = dict.fromkeys(INTEGERS, "*i64") | dict.fromkeys(DOUBLES, "*fp64") | dict.fromkeys(constants, "constexpr")
+    kinds |= {"start": "i32", "path_stride": "i32"} | ({"result": "*i64"} if name == "_read_nodes" else {})
     signature = {key: kinds.get(key, "*fp32") for key in kernel.arg_names}
     ptx = compiled_for_a_gpu(kernel, signature, constants, {}, num_warps=4, enable_fp_fusion=False)["ptx"]
     assert ptx.count("fma.rn.f32") % 8 == 0, "more is fused than in the CPU's exponential"

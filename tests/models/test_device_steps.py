@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,21 +22,23 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import OutputOptions
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.stopping import Length
+from foretoken.models.base import Scores, no_logits
 from foretoken.models.decoder import Decoder
-from foretoken.models.device_logits import DeviceRows
+from foretoken.models.device_logits import DeviceRows, DeviceTaps, TappedMemory
 from foretoken.models.runners.cuda import choice, runner
-from foretoken.models.runners.cuda.graphs import Inputs
+from foretoken.models.runners.cuda.choice import DeviceChooser
+from foretoken.models.runners.cuda.graphs import Graphs, Inputs
 from foretoken.models.runners.functional import best
-from foretoken.models.runners.triton_kernels.rows import SampledRows
+from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.recycling import Recycling
 from foretoken.propose.suffix import Lookup
 
-from .counted import CountedDevice, Counts
+from .counted import CPU, CountedDevice, Counts
 from .heads.test_drafts_at_once import HEADS
 from .sampled_rows import LAWS
-from .test_graphs import META, NothingListed, NothingMixed
+from .test_graphs import META, NothingListed, NothingMixed, Repeated
 from .tiny import ARCHITECTURES
 
 pytestmark = [
@@ -71,12 +74,12 @@ class Forks(Known):
         return Draft.tree([4, *ids][:budget], [-1, -1, *range(1, len(ids))][:budget])
 
 
-# Drafts of a model on the device are one launch more, of a graph that begins before the target's.
 DRAFTERS = {"plain": lambda texts: Proposer(), "ngram": lambda texts: Lookup(), "known": Known, "forks": Forks}
 TEXTS = {
     "greedy": (SamplingLaw(temperature=0.0), Exactness.DISTRIBUTION),
     "sampled": (SamplingLaw(temperature=0.05, top_p=0.99), Exactness.DISTRIBUTION),
     "coupled": (SamplingLaw(temperature=0.05), Exactness.TRAJECTORY),
+    "filtered": (SamplingLaw(temperature=0.7, top_k=12, min_p=0.01), Exactness.DISTRIBUTION),
     "penalties": (LAWS["penalties"].with_temperature(0.1), Exactness.TRAJECTORY),
 }
 
@@ -105,22 +108,22 @@ def counted(device: CountedDevice, engine: Engine) -> list[Counts]:
     while engine.busy:
         with device.step() as counts:
             engine.step()
-        steps.append(Counts(counts.launches, counts.copies, counts.reads, counts.waits))
+        steps.append(replace(counts))
     return steps
 
 
 def finished(
-    device: CountedDevice, model: Decoder, text: str, proposer: Proposer, logprobs: int | None
+    device: CountedDevice, model: Decoder, text: str, proposer: Proposer, logprobs: int | None, length: int = 24
 ) -> tuple[list[Running], list[Counts]]:
     """Returns two finished sequences and the counts of their steps."""
     engine = Engine(model, proposer, Fixed(5))
     for number in range(2):
-        add(engine, number, text, logprobs=logprobs)
+        add(engine, number, text, length, logprobs)
     steps = counted(device, engine)
     return [engine.take(number) for number in range(2)], steps
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", ["greedy", "sampled", "coupled", "penalties"])
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_a_step_is_three_launches_and_one_read(
     text: str, logprobs: int | None, path: Path, device: CountedDevice, monkeypatch: pytest.MonkeyPatch
@@ -142,24 +145,51 @@ def test_a_step_is_three_launches_and_one_read(
         assert name in ("plain", "ngram") or sum(each.counts.accepted for each in result) > 10
 
 
-@pytest.mark.parametrize("text", ["greedy", "coupled", "sampled"])
-@pytest.mark.parametrize("drafter, launches", [("chain", 3), ("top_k", 4), ("EAGLE-3, few tokens", 8)])
-def test_drafts_of_a_model_are_one_more_launch_and_read(
-    drafter: str, launches: int, text: str, path: Path, device: CountedDevice, tmp_path: Path
-) -> None:
-    """A head also joins the target's states. Sampled chains are verified on the host, which reads the logits."""
-    model = device.model(path)
-    expected, _ = finished(device, model, text, Proposer(), None)
+def proposer_of(drafter: str, device: CountedDevice, path: Path, folder: Path) -> Proposer:
+    """Returns a model's or head's proposer on the device."""
+    name, _, tree = drafter.partition(": ")
     with device.building():
-        if drafter in HEADS:
-            proposer: Proposer = HEADS[drafter](tmp_path, {"tree": "chain"})
-        else:
-            proposer = DraftModel(device.model(path), DraftModelConfig(drafter, top_k=2))  # type: ignore[arg-type]
-    result, steps = finished(device, model, text, proposer, None)
-    for step in steps[1:]:
-        assert step.launches <= launches and step.reads <= 2 and step.waits == 0, step
-    assert text == "sampled" or [each.context.tokens for each in result] == [each.context.tokens for each in expected]
-    assert drafter in HEADS or sum(each.counts.accepted for each in result) > 10
+        if name in HEADS:
+            return HEADS[name](folder, {"tree": tree})
+        return DraftModel(device.model(path), DraftModelConfig(tree, top_k=2))  # type: ignore[arg-type]
+
+
+MODELS = ["draft model: chain", "draft model: top_k", "EAGLE-3, few tokens: chain", "EAGLE-3: top_k", "MTP: chain"]
+
+
+@pytest.mark.parametrize("text", ["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", MODELS)
+def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
+    drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path
+) -> None:
+    """A step that captures a graph moves the rows of accepted trees by one launch more."""
+    model, proposer = device.model(path), proposer_of(drafter, device, path, tmp_path)
+    for batch, length in ((1, 9), (8, 4), (32, 3)):
+        engine = Engine(model, proposer, Fixed(3), max_sequences=32)
+        for number in range(batch):
+            add(engine, number, text, length, prompt=3)
+        steps = counted(device, engine)
+        assert all(s.launches <= 3 + s.captures and s.reads == 1 and not s.waits for s in steps), (batch, steps)
+        assert sum(engine.take(number).counts.drafted for number in range(batch)) >= batch
+
+
+@pytest.mark.parametrize("text", ["greedy", "coupled", "sampled", "filtered"])
+@pytest.mark.parametrize("drafter", MODELS[:3])
+def test_drafts_that_stay_on_the_device_change_no_token(
+    drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, proposer = device.model(path), proposer_of(drafter, device, path, tmp_path)
+    result, steps = finished(device, model, text, proposer, None, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "DeviceRows", Fetched)  # the host chooses and verifies
+        patch.setattr(model.runner, "takes_unread", False)
+        other = proposer if text in ("sampled", "filtered") else Proposer()
+        expected, read = finished(device, model, text, other, None, 10)
+    assert [each.context.tokens for each in result] == [each.context.tokens for each in expected]
+    if other is proposer:
+        assert [each.counts.accepted for each in result] == [each.counts.accepted for each in expected]
+        assert max(s.reads for s in steps) == 1 < max(s.reads for s in read)
+    assert "EAGLE" in drafter or sum(each.counts.accepted for each in result) > 3
 
 
 @pytest.mark.parametrize("text", ["greedy", "sampled"])
@@ -206,6 +236,20 @@ def test_a_table_of_likeliest_tokens_reads_no_logits_of_greedy_steps(
     assert all(step.reads == reads and step.launches <= 3 and not step.waits for step in steps), steps
 
 
+@pytest.mark.parametrize("kind", ["device", "host", "argmax"])
+def test_rows_of_nodes_that_a_draft_lacks_are_dropped(kind: str) -> None:
+    logits, states = torch.randn(5, 7), torch.randn(2, 6, 3)
+    rows = DeviceRows(logits, DeviceChooser(Graphs(CPU, Repeated))) if kind == "device" else logits
+    taps = DeviceTaps(TappedMemory((1, 4), states), (4, 1), 0, 6)
+    argmax = [1, 2, 3, 4, 5] if kind == "argmax" else None
+    scores = Scores(no_logits(7) if argmax else rows, taps, argmax=argmax)
+    assert scores.of_nodes(4) is scores
+    cut = scores.of_nodes(2)
+    assert cut.argmax == (argmax and argmax[:3])
+    assert argmax or torch.equal(cut.logits, logits[:3])
+    assert torch.equal(cut.taps[4], states[1, :4]) and torch.equal(cut.taps[1], states[0, :4])
+
+
 @pytest.mark.parametrize("ranks", [0, 3, 300])
 def test_the_likeliest_tokens_are_those_of_the_host(ranks: int) -> None:
     logits = torch.randn(9, 101, generator=torch.Generator().manual_seed(1)).mul(2.0).round()
@@ -226,22 +270,33 @@ class OnMeta:
         return torch.empty(len(rows.addresses), vocabulary, device=META)
 
     @staticmethod
-    def chosen(logits: Tensor, rows: SampledRows, narrow: bool) -> Tensor:
-        return torch.empty(len(logits), dtype=torch.int64, device=META)
+    def chosen(
+        logits: Tensor, rows: SampledRows, narrow: bool, chains: ChainRows | None = None, start: int = 0
+    ) -> Tensor:
+        return torch.empty(len(logits), 1 if chains is None else 4, dtype=torch.int64, device=META)
+
+    @staticmethod
+    def nodes(addresses: Tensor) -> Tensor:
+        return torch.empty(len(addresses), 4, dtype=torch.int64, device=META)
 
     @staticmethod
     def described(logits: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
         return torch.cat((tokens[:, None], tokens[:, None], ids, ids), 1)
 
 
-def test_captured_choices_never_need_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unread, sampled, columns", [(False, False, 11), (True, False, 14), (True, True, 17)])
+def test_captured_choices_never_need_the_host(
+    unread: bool, sampled: bool, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(choice, "sampling_kernels", lambda: OnMeta)
-    bucket = choice.ChoiceBucket(rows=128, vocabulary=101, narrow=True, listed=4, changes=1024)
+    bucket = choice.ChoiceBucket(
+        rows=128, vocabulary=101, narrow=True, listed=4, changes=1024, unread=unread, sampled=sampled
+    )
     table = torch.zeros(sum(bucket.sizes), dtype=torch.int64, device=META)
     with NothingListed(), NothingMixed():
         results = choice._compute(Inputs(table), bucket)[choice.RESULTS]
         tokens = best(torch.empty(64, 101, device=META), 3)
-    assert results.shape == (128, 11) and tokens.shape == (64, 4)
+    assert results.shape == (128, columns) and tokens.shape == (64, 4)
 
 
 class Event:

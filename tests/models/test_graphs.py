@@ -161,8 +161,45 @@ class InTorch:
         return (shares[:, :, None] @ v)[:, :, 0, : cache.dim].to(queries.dtype)
 
     @staticmethod
-    def move(moves: torch.Tensor, sequences: int, blocks: torch.Tensor, widest: int) -> None:
-        for to, row, page, source in moves[sequences + 1 :].view(4, -1).T.tolist():
+    def read_nodes(
+        nodes: torch.Tensor,
+        strides: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        counts: torch.Tensor,
+        ends: torch.Tensor,
+        places: torch.Tensor,
+        prefixes: torch.Tensor,
+        paths: torch.Tensor,
+    ) -> torch.Tensor:
+        result = torch.zeros(len(nodes), 4, dtype=torch.int64, device=nodes.device)
+        for row in [] if nodes.is_meta else nodes.nonzero()[:, 0].tolist():
+            address, stride = int(nodes[row]), int(strides[row])
+            values = [int(memory(address + field * stride, (1,), torch.int32)) for field in range(3)]
+            path, at = list[int](), row
+            while nodes[at]:
+                path.insert(0, int(places[at]))
+                at -= int(memory(int(nodes[at] + strides[at]), (1,), torch.int32))
+            result[row] = torch.tensor([*values, len(path)])
+            tokens[row], positions[row] = values[0], positions[at] + len(path)
+            counts[row] = ends[row] = positions[row] + 1
+            if len(paths) and prefixes[row] <= positions[row]:
+                paths[: len(path), row] = torch.tensor(path)
+        return result
+
+    @staticmethod
+    def read_states(addresses: torch.Tensor, width: int, held: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+        if addresses.is_meta:
+            return torch.empty(len(addresses), addresses.shape[1] * width, dtype=dtype, device=addresses.device)
+        zeros = torch.zeros(width, dtype=held)
+        rows = [memory(at, (width,), held) if at else zeros for at in addresses.flatten().tolist()]
+        return torch.stack(rows).view(len(addresses), -1).to(dtype)
+
+    @staticmethod
+    def move(firsts: torch.Tensor, moves: torch.Tensor, blocks: torch.Tensor, widest: int) -> None:
+        if firsts.is_meta:
+            return
+        for to, row, page, source in moves[:, : firsts.max()].T.tolist():
             for start, size in blocks.T.tolist():
                 ctypes.memmove(to + start + row * size, page + start + source * size, size)
 
@@ -489,9 +526,12 @@ BUCKETS = [
     (plan((3, 7, 62, CHAIN)), Bucket(128, 512, 0, (), False, 64, 0)),
     (plan((0, 511, 1, Draft.empty())), Bucket(64, 512, 0, (), False, 64, 0)),
     (plan((0, 512, 1, Draft.empty())), Bucket(64, 1024, 0, (), False, 64, 0)),
-    (plan((0, 7, 1, deep_tree(16, 1))), Bucket(64, 512, 8, (), False, 64, 0)),
-    (plan((0, 500, 1, deep_tree(16, 1))), Bucket(64, 1024, 8, (), False, 64, 0)),  # its rows reach beyond its depth
-    (plan((0, 7, 1, deep_tree(18, 1)), (1, 7, 1, CHAIN)), Bucket(64, 512, 16, (), False, 64, 0)),
+    (plan((0, 7, 1, deep_tree(16, 1))), Bucket(64, 512, 8, (), False, 64, 0, moved=1)),
+    (
+        plan((0, 500, 1, deep_tree(16, 1))),
+        Bucket(64, 1024, 8, (), False, 64, 0, moved=1),
+    ),  # its rows reach beyond its depth
+    (plan((0, 7, 1, deep_tree(18, 1)), (1, 7, 1, CHAIN)), Bucket(64, 512, 16, (), False, 64, 0, moved=2)),
 ]
 
 

@@ -6,7 +6,7 @@ The verifier is chosen by the type of that distribution, so it is a closed sum t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,6 +33,38 @@ class Sampled:
     """
 
     probs: Tensor
+
+
+class SampledElsewhere(Sampled):
+    """The distributions of ``Sampled``, on a device until they are read.
+
+    Args:
+        read: Returns them.
+    """
+
+    _read: Callable[[], Tensor] | None
+    _rows: Tensor | None
+    _chances: Sequence[float]
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self.__dict__.update(_read=read, _rows=None, _chances=())  # the base class is frozen
+
+    def drop(self, chances: Sequence[float]) -> None:
+        """Frees the distributions of a verified chain, of which only the probabilities of its tokens are kept."""
+        self.__dict__.update(_read=None, _chances=chances)
+
+    @property
+    def probs(self) -> Tensor:
+        if self._rows is None:
+            if self._read is None:
+                raise ValueError("the device verified this draft, and its distributions are not kept")
+            self.__dict__.update(_rows=self._read(), _read=None)
+        assert self._rows is not None
+        return self._rows
+
+    def chance(self, row: int, token: int) -> float:
+        """Returns the probability of the draft's token that was sampled from a row."""
+        return self._chances[row] if self._chances else float(self.probs[row, token])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +159,25 @@ class Draft:
     def __len__(self) -> int:
         return len(self.parents)
 
+    @property
+    def unread(self) -> bool:
+        """Whether the nodes are on a device, and the host has not read them."""
+        return False
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of nodes: their number, unless they are on a device."""
+        return len(self.parents)
+
+    @property
+    def tree_depth(self) -> int:
+        """Maximum depth of a tree's nodes; 0 for a chain."""
+        return 0 if self.is_chain else max(self.depths)
+
+    def read(self) -> Draft:
+        """Returns this draft in the host's memory."""
+        return self
+
     @cached_property
     def tokens(self) -> Tensor:
         return torch.tensor(self.ids, dtype=torch.int64)
@@ -140,6 +191,8 @@ class Draft:
         """Returns the probability with which the token of ``node`` was sampled, None for a fixed candidate."""
         if isinstance(self.law, PointMass):
             return None
+        if isinstance(self.law, SampledElsewhere):
+            return self.law.chance(self.parents[node] + 1, self.ids[node])
         return float(self.law.probs[self.parents[node] + 1, self.ids[node]])
 
     @cached_property

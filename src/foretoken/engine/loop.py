@@ -200,9 +200,6 @@ class Engine:
             contexts = [sequence.context for sequence in ready]
             budgets = self.controller.budgets(contexts, plan.max_draft_tokens)
             drafts = readable(self.proposer.propose(contexts, budgets), self.target, self.proposer.name)
-            if any(budgets):
-                asked = zip(contexts, budgets, drafts, strict=True)
-                clock.missed_tokens = sum(c.missed_tokens for c, budget, draft in asked if budget and draft.levels != 0)
         if plan.prefilling:
             drafts += prompt_logprob_drafts(plan.prefilling)
         clock.lap()
@@ -211,7 +208,11 @@ class Engine:
         count = len(ready)
         rows = self._step_rows.choose(ready, drafts[:count], scores[:count])
         parts = zip(ready, budgets, drafts[:count], scores[:count], rows, strict=True)
-        return [VerifiedDraft.of(*part, self.rule) for part in parts], scores[count:]
+        verified = [VerifiedDraft.of(*part, self.rule) for part in parts]
+        clock.missed_tokens = sum(
+            each.sequence.context.missed_tokens for each in verified if each.budget and each.draft.levels != 0
+        )
+        return verified, scores[count:]
 
     def _prefill(self, prefilling: list[Sequence], scores: list[Scores]) -> list[Sequence]:
         """Records prompt log-probabilities and passes the target's states to the proposer. Returns failed sequences."""

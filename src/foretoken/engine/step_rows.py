@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft, PointMass
+from foretoken.core.draft import Draft, PointMass, Sampled
 from foretoken.core.native import sampling as native
 from foretoken.core.native.sampling import DraftNodes, Noise, TokenRow
 from foretoken.core.streams import Purpose, Streams, purpose_key
@@ -22,8 +22,9 @@ from foretoken.core.verdict import Exactness
 from foretoken.engine.sequence import ComputedTokens
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.models.base import Scores, no_logits
-from foretoken.models.device_logits import TokenChooser
-from foretoken.verify import DRAWING, Rule
+from foretoken.models.device_drafts import UnreadDraft
+from foretoken.models.device_logits import DeviceRows, TokenChooser
+from foretoken.verify import DRAWING, VERIFIERS, Rule
 
 
 class SequenceRow:
@@ -35,6 +36,7 @@ class SequenceRow:
 
     Attributes:
         row: The request; None if the kernels cannot choose the token.
+        blocks: Whether the device may verify sampled chains.
         masks: Whether only the host's kernels can, with any draft: a mask has an element for each token.
     """
 
@@ -47,7 +49,7 @@ class SequenceRow:
         self._history = context.history() if law.needs_history else None
         self._nodes, self._levels, self._path = DraftNodes(), list[TokenRow](), array("i")
         self._held: tuple[object, ...] = ()  # arrays that the nodes point to
-        self.masks = False
+        self.masks = self.blocks = False
         if self.row is not None:
             self.row.tensor = None  # each step has its own logits
             if (change := self.row.adjustment) is not None:
@@ -64,6 +66,8 @@ class SequenceRow:
         if isinstance(scores.rows, Tensor) and not native.for_rows(scores.rows):
             return None
         result = cls(context, sequence.options.logprobs, scores.vocab)
+        sampled = rule(Sampled(no_logits(1)), context.exactness)
+        result.blocks = sampled is VERIFIERS["block"] and not sequence.options.reads_logits
         return None if result.row is None else result
 
     def update(self, draft: Draft, scores: Scores) -> TokenRow | None:
@@ -76,10 +80,13 @@ class SequenceRow:
         assert row is not None
         row.below = None
         row.logits, count, stride = (scores.on_host() if self.masks else scores).memory
-        if draft.parents:
-            if type(draft.law) is not PointMass or (row.changes and not context.law.changes_follow_tokens):
+        row.unread = draft if isinstance(draft, UnreadDraft) and self._stays(draft, scores) else None
+        if row.unread is None:
+            draft = draft.read()
+        if draft.limit:
+            if row.unread is None and type(draft.law) is not PointMass:
                 return None
-            if count != len(draft.parents) + 1:
+            if (row.changes and not context.law.changes_follow_tokens) or count < draft.limit + 1:
                 return None
             row.below = self._below(draft, stride)
         row.position = len(context.tokens) - context.prompt_length
@@ -87,19 +94,32 @@ class SequenceRow:
             context.law.update_row(row, self._vocabulary, self._history)
         return row
 
+    def _stays(self, draft: UnreadDraft, scores: Scores) -> bool:
+        """Returns whether tokens are chosen on the device before the host reads the draft."""
+        assert self.row is not None
+        if self.masks or self.row.changes or not draft.unread or not isinstance(scores.rows, DeviceRows):
+            return False
+        if draft.source.sampled and not self.blocks:
+            return False
+        self.row.node = scores.rows.node_address
+        return scores.chooser is not None and self.row.node > 0
+
     def _below(self, draft: Draft, stride: int) -> int:
         """Returns the address of the nodes of a draft. stride: number of elements from one row to the next."""
         assert self.row is not None
-        deepest, nodes = max(draft.depths), self._nodes
+        unread, count, nodes = self.row.unread is not None, draft.limit, self._nodes
+        deepest = (draft.tree_depth or count) if unread else max(draft.depths)
         while len(self._levels) < deepest:
             self._levels.append(self.row.at_node())
-        ids, parents, self._path = array("q", draft.ids), array("i", draft.parents), array("i", bytes(4 * deepest))
+        ids = array("q", bytes(8 * count) if unread else draft.ids)
+        parents = array("i", bytes(4 * count) if unread else draft.parents)
+        self._path = array("i", bytes(4 * deepest))
         pointers = (c_void_p * deepest)(*map(addressof, self._levels[:deepest]))
         self._held = ids, parents, pointers
         nodes.ids, nodes.parents = ids.buffer_info()[0], parents.buffer_info()[0]
         nodes.path = self._path.buffer_info()[0]
         nodes.rows, nodes.stride = addressof(pointers), stride
-        nodes.nodes, nodes.deepest = len(draft.parents), deepest
+        nodes.nodes, nodes.deepest = count, deepest
         return addressof(nodes)
 
     def result(self) -> ComputedTokens | None:

@@ -15,6 +15,7 @@ from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.engine.sequence import ComputedTokens, Sequence
 from foretoken.models.base import Model, Scores
+from foretoken.models.device_drafts import UnreadDraft
 from foretoken.verify import DRAWING, Rule, stream_for
 
 NO_VERDICT = Verdict((), -1)  # of sequences that failed
@@ -25,7 +26,7 @@ def readable(drafts: Iterable[Draft], target: Model, proposer: str) -> list[Draf
     """Returns the drafts. One with a token outside the target's vocabulary, a proposer's mistake, becomes empty."""
     result = list(drafts)
     for i, draft in enumerate(result):
-        if not target.reads(draft.ids):
+        if not draft.unread and not target.reads(draft.ids):
             _warn_of_unknown_tokens(proposer, target.vocab_size)
             result[i] = Draft.empty()
     return result
@@ -64,6 +65,9 @@ class VerifiedDraft:
         sequence: Sequence, budget: int, draft: Draft, scores: Scores, computed: ComputedTokens | None, rule: Rule
     ) -> VerifiedDraft:
         """Verifies a draft with the verifier that its law and the request's grade require."""
+        if isinstance(draft, UnreadDraft):
+            draft = draft.read()
+            scores = scores.of_nodes(len(draft))
         if computed is not None:
             verdict = Verdict(computed.path, computed.rows[-1].token)
             return VerifiedDraft(sequence, budget, draft, scores, verdict, computed)

@@ -9,7 +9,7 @@ tokens first, so callers never prefill or roll back by themselves.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
@@ -24,7 +24,7 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ENCODER_LENGTH, ContextLengthExceeded, InvalidRequest
 from foretoken.models.chains import ChainRequest, ModelChain
-from foretoken.models.device_logits import DeviceRows, TokenChooser
+from foretoken.models.device_logits import DeviceRows, DeviceTaps, TokenChooser
 
 NO_ENCODER = "this model has no encoder that could read a source; give it the whole text as its prompt"
 NO_SOURCE = "this model is an encoder-decoder; give it a text for its encoder"
@@ -49,6 +49,7 @@ class Handle:
         argmax_only: whether only the argmax of a row's logits and ``ranks`` are read, so that a model need not return
             the logits.
         ranks: number of the likeliest tokens of each row that are read, the likeliest first; 0 for none.
+        unread: returns tokens and parents of ``nodes`` that are still on a device; None for none.
     """
 
     slot: int
@@ -58,6 +59,7 @@ class Handle:
     parents: list[int] = field(default_factory=list)
     argmax_only: bool = False
     ranks: int = 0
+    unread: Callable[[], tuple[Sequence[int], Sequence[int]]] | None = None
 
     @property
     def pending(self) -> list[int]:
@@ -75,14 +77,22 @@ class Handle:
             The destination row, and the cache rows to move there in this order; the other draft rows are dropped.
         """
         at = self.cached
+        if tokens:
+            self.read()
         rows = [at + node for node in self.match(tokens)] if self.nodes else []
         self.cached += len(rows)
         self.tokens.extend(tokens)
         self.rewind()
         return at, rows
 
+    def read(self) -> None:
+        """Sets ``nodes`` and ``parents`` if they are still on a device."""
+        if self.unread is not None:
+            (self.nodes[:], self.parents[:]), self.unread = self.unread(), None
+
     def rewind(self) -> None:
         """Drops the draft nodes; the next pass computes the newest token's row again."""
+        self.unread = None
         self.nodes.clear()
         self.parents.clear()
         self.cached = min(self.cached, len(self.tokens) - 1)
@@ -187,6 +197,21 @@ class Scores:
     def chooser(self) -> TokenChooser | None:
         """Chooses tokens by rows that are on a device; None for those in the host's memory."""
         return self.rows.chooser if isinstance(self.rows, DeviceRows) else None
+
+    def of_nodes(self, count: int) -> Scores:
+        """Returns scores without the rows of nodes that a draft turned out not to have."""
+        rows, have = self.rows, self.memory[1] if self.argmax is None else len(self.argmax)
+        if (extra := have - 1 - count) <= 0:
+            return self
+        if self.argmax is None:
+            rows = rows[: count + 1] if isinstance(rows, Tensor) else rows.split([count + 1, extra])[0]
+        if isinstance(self.taps, DeviceTaps):
+            taps: Mapping[int, Tensor] = self.taps.split([self.taps.rows - extra])[0]
+        else:
+            taps = {layer: states[: len(states) - extra] for layer, states in self.taps.items()}
+        argmax = None if self.argmax is None else self.argmax[: count + 1]
+        ranked = None if self.ranked is None else self.ranked[: count + 1]
+        return replace(self, rows=rows, taps=taps, argmax=argmax, ranked=ranked)
 
     def on_host(self) -> Scores:
         return replace(self, rows=self.rows.tensor) if isinstance(self.rows, DeviceRows) else self
@@ -369,7 +394,7 @@ class Model(ABC):
         """Whether ``chains`` may be called."""
         return False
 
-    def chains(self, handles: Sequence[Handle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(self, handles: Sequence[Handle], requests: Sequence[ChainRequest], vocab: int) -> Sequence[ModelChain]:
         """Drafts a chain for each sequence in one call, after its pending tokens.
 
         The rows of its tokens are cached, as ``score`` of the chain would cache them. Only the last token of a chain
@@ -410,7 +435,12 @@ class Model(ABC):
 
 def growing(handle: Handle, draft: Draft) -> int:
     """Returns the number of cached nodes of ``draft``. If it does not grow on the cached nodes, these are dropped."""
-    count = len(handle.nodes)
+    if not draft.limit:
+        handle.rewind()
+        return 0
+    handle.read()
+    if not (count := len(handle.nodes)):
+        return 0
     grows = tuple(handle.nodes) == draft.ids[:count] and tuple(handle.parents) == draft.parents[:count]
     if not grows or (count == len(draft) and not handle.pending):
         handle.rewind()

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from foretoken.core.context import ChainEnd as ChainEnd
+from foretoken.core.draft import SampledElsewhere
 from foretoken.core.native.sampling import Adjustment, Filter
 
 TREE_KINDS = ("ranked", "sampled", "greedy_multi")
@@ -127,7 +128,7 @@ class ModelChain:
         candidates: Tokens of a chain of likeliest tokens, with the one before which it ended.
         probabilities: The model's probabilities of ``candidates``; for a tree the scores of ``tokens``.
         rows: float32 [tokens, vocabulary], the distribution of each sampled token, if requested; of a tree, those of
-            the root's children and of each node's, up to the last node that has any.
+            the root's children and of each node's, up to the last node that has any. Or a law that reads them.
         parents: Parent of each token of a tree, -1 for none.
     """
 
@@ -135,5 +136,5 @@ class ModelChain:
     ended: bool
     candidates: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
-    rows: Tensor | None = None
+    rows: Tensor | SampledElsewhere | None = None
     parents: list[int] = field(default_factory=list)

@@ -7,6 +7,7 @@ on proposer, draft length or batch.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores, growing, no_logits
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
+from foretoken.models.device_drafts import UnreadChains
+from foretoken.models.device_logits import DeviceTaps
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.formats.lora.tensors import read_adapter
@@ -102,15 +105,16 @@ class RunnerModel(Model):
             self.runner.publish(handle.slot, handle.tokens, handle.cached)
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        drafts = [draft if draft.unread and self.runner.takes_unread else draft.read() for draft in drafts]
         for handle, draft in zip(handles, drafts, strict=True):
-            if draft.ids:
+            if not draft.unread and draft.ids:
                 self.check_tokens(draft.ids)
             self._resume(handle)
         firsts = [handle.cached for handle in handles]
         earlier = [self._prefill(handle, taps) for handle in handles]
         scored = [growing(handle, draft) for handle, draft in zip(handles, drafts, strict=True)]
         firsts = [min(first, handle.cached) for first, handle in zip(firsts, handles, strict=True)]
-        rows = [h.num_pending + len(draft) - done for h, draft, done in zip(handles, drafts, scored, strict=True)]
+        rows = [h.num_pending + draft.limit - done for h, draft, done in zip(handles, drafts, scored, strict=True)]
         scores: list[Scores] = []
         for group in split_evenly(rows, self.runner.pass_rows):
             plan = PassPlan.of(handles[group], drafts[group], scored[group])
@@ -136,7 +140,9 @@ class RunnerModel(Model):
         result = self._run(plan, taps, logits=True)
         for handle, draft in zip(handles, drafts, strict=True):
             handle.cached = len(handle.tokens)
-            handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
+            handle.unread = partial(_nodes_of, draft)
+            if not draft.unread:
+                handle.read()
         tapped = _by_sequence(result.taps, earlier, [part.count for part in plan.parts])
         slots, ends = [handle.slot for handle in handles], list(accumulate(plan.output_counts))
         outputs = [slice(end - count, end) for end, count in zip(ends, plan.output_counts, strict=True)]
@@ -152,7 +158,7 @@ class RunnerModel(Model):
     def drafts_chains(self) -> bool:
         return self.runner.computes_chains
 
-    def chains(self, handles: Sequence[Handle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(self, handles: Sequence[Handle], requests: Sequence[ChainRequest], vocab: int) -> Sequence[ModelChain]:
         drafts = [Draft.empty()] * len(handles)
         for handle, draft in zip(handles, drafts, strict=True):
             self._resume(handle)
@@ -162,12 +168,11 @@ class RunnerModel(Model):
         plan = PassPlan.of(handles, drafts, [0] * len(handles))
         self._check_reach(max(part.end + request.rows for part, request in zip(plan.parts, requests, strict=True)))
         chains = self.runner.chains(plan, requests, DraftVocabulary(vocab, vocab))
-        for handle, chain in zip(handles, chains, strict=True):
+        for number, handle in enumerate(handles):
             handle.cached = len(handle.tokens)
-            handle.nodes[:] = chain.tokens if chain.ended else chain.tokens[:-1]  # the last one is in no pass
-            if chain.parents:
-                handle.nodes.clear()  # rows of a tree are in another order; accepted ones are computed again
-            handle.parents[:] = range(-1, len(handle.nodes) - 1)
+            handle.unread = partial(_nodes_drafted, chains, number)
+            if not isinstance(chains, UnreadChains):
+                handle.read()
         return chains
 
     def _shorten(self, handles: Sequence[Handle]) -> None:
@@ -301,6 +306,19 @@ class Decoder(RunnerModel):
         return self.runner.pack_adapter(read_adapter(folder, self.architecture))
 
 
+def _nodes_of(draft: Draft) -> tuple[Sequence[int], Sequence[int]]:
+    return draft.ids, draft.parents
+
+
+def _nodes_drafted(chains: Sequence[ModelChain], number: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns the nodes whose rows drafting has computed."""
+    chain = chains[number]
+    if chain.parents:
+        return (), ()  # rows of a tree are in another order; accepted ones are computed again
+    nodes = chain.tokens if chain.ended else chain.tokens[:-1]  # the last one is in no pass
+    return nodes, range(-1, len(nodes) - 1)
+
+
 def split_evenly(sizes: Sequence[int], max_rows: int) -> Iterator[slice]:
     """Yields slices of adjacent sizes of similar sums: as few as ``max_rows`` for each allows.
 
@@ -338,8 +356,8 @@ def _by_sequence(
     """Returns each sequence's taps: those of its prefill passes, then its rows of the shared pass."""
     if len(counts) == 1 and not earlier[0]:
         return [taps]
-    if isinstance(taps, Tapped) and not any(earlier):
-        return taps.split(counts)
+    if isinstance(taps, Tapped | DeviceTaps) and not any(earlier):
+        return [*taps.split(counts)]
     parts = {i: tapped.split(list(counts)) if len(counts) > 1 else (tapped,) for i, tapped in taps.items()}
     return [
         {i: torch.cat([*(p[i] for p in passes), parts[i][at]]) if passes else parts[i][at] for i in parts}

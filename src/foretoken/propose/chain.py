@@ -14,12 +14,13 @@ from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.distributions import Law, NodeDistributions
-from foretoken.core.draft import Draft, PointMass, ProposalLaw, Sampled, log_scores
+from foretoken.core.draft import Draft, PointMass, ProposalLaw, Sampled, SampledElsewhere, log_scores
 from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Stream
 from foretoken.models.base import Handle
 from foretoken.models.chains import ChainRequest, Draws, ModelChain, TreeShape
+from foretoken.models.device_drafts import UnreadChains, UnreadDraft
 from foretoken.propose.scores import DraftStop
 
 # Maps logits [rows, Vd] over the draft's vocabulary to [rows, V] over the target's.
@@ -42,7 +43,7 @@ class Chain:
         reach: Calibrated acceptance of all tokens.
         stopped: It ended before its budget was spent.
         rows: The distribution [V] of each sampled token.
-        stacked: These, [tokens, V], where a model drafted the chain at once.
+        stacked: These, [tokens, V], or the law that reads them, where a model drafted the chain at once.
     """
 
     context: Context
@@ -57,7 +58,7 @@ class Chain:
     stopped: bool = False
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
-    stacked: Tensor | None = None
+    stacked: Tensor | SampledElsewhere | None = None
 
     @property
     def done(self) -> bool:
@@ -94,7 +95,9 @@ class Chain:
 
     def draft(self) -> Draft:
         rows = torch.stack(self.rows) if self.rows else self.stacked
-        law: ProposalLaw = Sampled(rows) if rows is not None and self.tokens else PointMass()
+        law: ProposalLaw = PointMass()
+        if rows is not None and self.tokens:
+            law = rows if isinstance(rows, SampledElsewhere) else Sampled(rows)
         reach = list(accumulate(self.claims[: len(self.tokens)], mul))
         return replace(Draft.chain(self.tokens, law), levels=self._levels, scores=log_scores(reach) if reach else None)
 
@@ -185,6 +188,8 @@ class AtOnce(Protocol):
 
     def take(self, chain: ModelChain) -> None: ...
 
+    def draft(self) -> Draft: ...
+
 
 class DraftsChains(Protocol[Opened]):
     """A drafter of chains in one call: a model, or a head on a target's hidden states."""
@@ -201,34 +206,42 @@ class DraftsChains(Protocol[Opened]):
     def adapts_levels(self) -> bool:
         """See ``Model``."""
 
-    def chains(self, handles: Sequence[Opened], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(self, handles: Sequence[Opened], requests: Sequence[ChainRequest], vocab: int) -> Sequence[ModelChain]:
         """See ``Model.chains``."""
 
 
-def draft_at_once(model: DraftsChains[Opened], active: Sequence[tuple[Opened, AtOnce]], vocab_size: int) -> bool:
+def draft_at_once(
+    model: DraftsChains[Opened], active: Sequence[tuple[Opened, AtOnce]], vocab_size: int
+) -> list[Draft] | None:
     """Drafts the chains of all sequences in one call.
 
     Args:
         vocab_size: The target's vocabulary size.
 
     Returns:
-        Whether it did. Nothing is drafted if the model cannot, or if one draft needs a look at every token: its passes
-        would come on top of the others'.
+        The drafts. None if the model cannot, or if one draft needs a look at every token: its passes would come on top
+        of the others'.
     """
     if not model.drafts_chains:
-        return False
+        return None
     vocab = min(model.vocab_size, vocab_size)
     chains: list[tuple[AtOnce, ChainRequest]] = []
     for _, grower in active:
         if (request := grower.request()) is None:
-            return False
+            return None
         sampled_tree = request.tree is not None and request.tree.kind != "ranked"
         if (sampled_tree or request.changes) and not model.adapts_levels:
-            return False
+            return None
         if (request.draws or request.changes) and vocab < vocab_size:  # rows would lack tokens of the target
-            return False
+            return None
         chains.append((grower, request))
     drafted = model.chains([handle for handle, _ in active], [request for _, request in chains], vocab)
-    for (grower, _), chain in zip(chains, drafted, strict=True):
-        grower.take(chain)
-    return True
+    if isinstance(drafted, UnreadChains):
+        parts = zip(drafted.unread, chains, strict=True)
+        return [UnreadDraft(unread, partial(_draft_of, grower)) for unread, (grower, _) in parts]
+    return [_draft_of(grower, chain) for (grower, _), chain in zip(chains, drafted, strict=True)]
+
+
+def _draft_of(grower: AtOnce, chain: ModelChain) -> Draft:
+    grower.take(chain)
+    return grower.draft()

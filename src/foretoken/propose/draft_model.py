@@ -93,9 +93,8 @@ class DraftModel(ModelProposer):
                     prefilling.append(handle)
         if prefilling:
             self.model.score(prefilling, [Draft.empty()] * len(prefilling))
-        if growers:
-            self._grow(list(growers.values()), levels)
-        return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
+        drafted = dict(zip(growers, self._grow(list(growers.values()), levels), strict=True)) if growers else {}
+        return [drafted.get(i, Draft.empty()) for i in range(len(contexts))]
 
     def ends_early(self, context: Context) -> bool:
         return self.stop is not None or (context.law.greedy and self.model.adapts_levels)
@@ -126,20 +125,22 @@ class DraftModel(ModelProposer):
             self.model.close(handle)
         self._unreadable.discard(context.id)
 
-    def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> None:
-        """Grows the drafts of all sequences, a level with each pass.
+    def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> list[Draft]:
+        """Returns the drafts of all sequences, grown a level with each pass, or all levels in one call.
 
         Args:
             levels: Maximum depth of each draft.
         """
-        if draft_at_once(self.model, active, self.vocab_size):
-            return
+        if (drafted := draft_at_once(self.model, active, self.vocab_size)) is not None:
+            return drafted
+        growers = [grower for _, grower in active]
         taps = (self.model.num_layers,) if self.stop is not None and self.stop.hidden else ()
         while active := [(handle, grower) for handle, grower in active if not grower.done]:
             drafts = [grower.growing() for _, grower in active]
             scores = self.model.score([handle for handle, _ in active], drafts, taps)
             for (_, grower), score in zip(active, scores, strict=True):
                 grower.extend(score.logits, self._hidden(score))
+        return [grower.draft() for grower in growers]
 
     def _hidden(self, score: Scores) -> Tensor | None:
         """Returns the last states of the rows that have logits, [rows, H], if they were tapped."""
@@ -217,13 +218,14 @@ class ParallelDraftModel(DraftModel):
     def ends_early(self, context: Context) -> bool:
         return False
 
-    def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> None:
+    def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> list[Draft]:
         handles = [handle for handle, _ in active]
         if stale := [handle for handle in handles if handle.nodes]:  # of a step that was abandoned
             self.model.commit(stale, [[]] * len(stale))
         masks = [Draft.chain([self.mask_token] * (depth - 1)) for depth in levels]
         for (_, grower), score in zip(active, self.model.score(handles, masks), strict=True):
             grow_at_once(grower, score.logits)
+        return [grower.draft() for _, grower in active]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,14 +48,15 @@ class ParallelEagle(Eagle):
         net.foresees = True
         super().__init__(net, taps, config)
 
-    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> None:
-        if draft_at_once(self.net, active, self.net.vocab_size):
-            return
+    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> list[Draft]:
+        if (drafted := draft_at_once(self.net, active, self.net.vocab_size)) is not None:
+            return drafted
         token, feature = self._mask
         masks = [Draft.chain([token] * (depth - 1)) for depth in levels]
         rows = self.net.look_ahead([handle for handle, _ in active], masks, feature)
         for (_, grower), logits in zip(active, rows, strict=True):
             grow_at_once(grower, logits)
+        return [grower.draft() for _, grower in active]
 
 
 def build(config: EagleConfig, build_context: BuildContext) -> Eagle:

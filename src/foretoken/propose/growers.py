@@ -88,8 +88,6 @@ class Grower(AtOnce, Protocol):
         """
         ...
 
-    def draft(self) -> Draft: ...
-
 
 @dataclass(slots=True, kw_only=True)
 class TreeGrower:
@@ -147,7 +145,7 @@ class SampledTreeGrower(TreeGrower):
 
     def take(self, chain: ModelChain) -> None:
         self.drafted = Draft.empty()
-        if chain.tokens and chain.rows is not None:
+        if chain.tokens and isinstance(chain.rows, Tensor):
             law, scores = self.tree.law(chain.rows), tuple(chain.probabilities)
             self.drafted = Draft(tuple(chain.tokens), tuple(chain.parents), law, scores)
 

@@ -73,10 +73,9 @@ class HiddenStateProposer(Proposer):
             for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True))
             if budget > 0 and self._ready(context, budget)
         }
-        active = list(growers.values())
-        if active:
-            self._grow(active, (self.config.steps(budgets[i], is_drawn(contexts[i], contexts[i].law)) for i in growers))
-        return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
+        levels = (self.config.steps(budgets[i], is_drawn(contexts[i], contexts[i].law)) for i in growers)
+        drafted = dict(zip(growers, self._grow(list(growers.values()), levels), strict=True)) if growers else {}
+        return [drafted.get(i, Draft.empty()) for i in range(len(contexts))]
 
     def ends_early(self, context: Context) -> bool:
         return context.law.greedy and self.net.adapts_levels and self.config.is_chain(drawn=False)
@@ -135,18 +134,20 @@ class HiddenStateProposer(Proposer):
 
     # drafting
 
-    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> None:
-        """Grows the drafts of all sequences, a level with each pass.
+    def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> list[Draft]:
+        """Returns the drafts of all sequences, grown a level with each pass, or all levels in one call.
 
         Args:
             levels: Maximum depth of each draft.
         """
-        if draft_at_once(self.net, active, self.net.vocab_size):
-            return
+        if (drafted := draft_at_once(self.net, active, self.net.vocab_size)) is not None:
+            return drafted
+        growers = [grower for _, grower in active]
         _extend(active, self.net.catch_up([handle for handle, _ in active]))
         while active := [(handle, grower) for handle, grower in active if not grower.done]:
             drafts = [grower.growing() for _, grower in active]
             _extend(active, self.net.grow([handle for handle, _ in active], drafts))
+        return [grower.draft() for grower in growers]
 
     def _ready(self, context: Context, budget: int) -> bool:
         """Returns whether the states at all tokens but the newest are known, and the draft fits the context window."""

@@ -189,7 +189,7 @@ def test_drafts_in_one_call_are_those_of_a_pass_for_each_level(head: str, config
 def same_drafts(once: Sequence[Draft], levels: Sequence[Draft], tolerance: float = 0.0) -> None:
     for one, other in zip(once, levels, strict=True):
         assert (one.ids, one.parents) == (other.ids, other.parents)
-        assert type(one.law) is type(other.law)
+        assert isinstance(one.law, type(other.law))
         if not isinstance(one.law, PointMass) and not isinstance(other.law, PointMass):
             torch.testing.assert_close(one.law.probs, other.law.probs, rtol=tolerance, atol=tolerance)
         if other.scores is not None:

@@ -83,6 +83,8 @@ class TokenRow(Structure):
     tensor: Tensor | None
     adjustment: Adjustment | None
     pointer: ctypes.Array[c_void_p]
+    unread: Any = None  # the draft below, if it is on a device
+    node: int = 0  # address of its first node there
 
     @staticmethod
     def of(logits: Tensor, source: TokenSource, changes: Adjustment | None = None) -> TokenRow:

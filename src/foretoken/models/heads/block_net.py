@@ -121,7 +121,9 @@ class BlockNet(FeatureNet):
         return self._conditional([(handle, [0], [handle.tokens[-1]]) for handle in owned])
 
     @torch.inference_mode()
-    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(
+        self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int
+    ) -> Sequence[ModelChain]:
         assert self.vocabulary is not None
         self._inject(handles)
         return self._runner.chains(self._blocks(handles), requests, self.vocabulary, foreseen=True)

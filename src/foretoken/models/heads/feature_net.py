@@ -77,7 +77,9 @@ class DraftNet(ABC):
     def drafts_chains(self) -> bool:
         return False
 
-    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(
+        self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int
+    ) -> Sequence[ModelChain]:
         """Computes all pending rows, and drafts the chains behind them in one call; see ``Model.chains``."""
         raise NotImplementedError
 
@@ -122,7 +124,7 @@ class DraftNet(ABC):
         Features are made from the states once a pass needs them.
         """
         self.extend(handle, tokens)
-        handle.taps.append(rows)
+        handle.taps[:] = [*(earlier.kept() for earlier in handle.taps[:-1]), *handle.taps[-1:], rows]
 
     def _make_features(self, handles: Sequence[HeadHandle]) -> None:
         """Makes the features of all sequences from the states that were appended, in one product."""
@@ -328,12 +330,14 @@ class FeatureNet(DraftNet):
     def drafts_chains(self) -> bool:
         return self.vocabulary is not None and self._unembed is None and self._runner.computes_chains
 
-    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(
+        self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int
+    ) -> Sequence[ModelChain]:
         return self.chains_with(handles, requests)
 
     def chains_with(
         self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], deeper: Sequence[DeeperLayer] = ()
-    ) -> list[ModelChain]:
+    ) -> Sequence[ModelChain]:
         """Drafts as ``chains`` does, with ``deeper`` layers, whose new rows are computed, too."""
         assert self.vocabulary is not None
         for handle in handles:

@@ -168,7 +168,9 @@ class MtpStack(DraftNet):
     def drafts_chains(self) -> bool:
         return all(net.drafts_chains and net.adapts_levels for net in self.nets)
 
-    def chains(self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int) -> list[ModelChain]:
+    def chains(
+        self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int
+    ) -> Sequence[ModelChain]:
         for handle in handles:
             self.prefill(handle, JOINT_ROWS)
         layers = list(zip(*map(_layers, handles), strict=True))  # by layer: its sequences

@@ -80,6 +80,7 @@ class Runner(ABC):
         pass_rows: approximate maximum of rows of a pass that several sequences share.
         computes_chains: whether ``chains`` may be called.
         adapts_levels: see ``Model``; if not, ``chains`` takes no ``deeper`` layers either.
+        takes_unread: whether plans may have drafts that are still on the device.
         fuses: whether passes compute ``weights.Entry.fusion``, and take a target's states in the place of features.
         not_compiled: the reason that the compiled kernels do not compute the model.
     """
@@ -90,6 +91,7 @@ class Runner(ABC):
     pass_rows: int
     computes_chains: bool = False
     adapts_levels: bool = True
+    takes_unread: bool = False
     fuses: bool = False
     not_compiled: str = "the kernels run on CPUs"
     _pages: SlotCache  # the KV cache
@@ -238,7 +240,7 @@ class Runner(ABC):
         state: int | None = None,
         foreseen: bool = False,
         deeper: Sequence[DeeperLayer] = (),
-    ) -> list[ModelChain]:
+    ) -> Sequence[ModelChain]:
         """Computes every row of the plan, and the chains behind it.
 
         Args:

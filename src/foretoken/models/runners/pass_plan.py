@@ -16,6 +16,8 @@ from torch import Tensor
 from foretoken.core.devices import on_device
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
+from foretoken.models.device_drafts import UnreadDraft
+from foretoken.models.device_logits import DeviceTaps
 from foretoken.models.state.replay import ReplayPlan
 
 _MAX_WASTE = 8  # rows that hold more than this many times their own memory are copied
@@ -66,7 +68,7 @@ class Tapped(Mapping[int, Tensor]):
 
 def tapped_rows(taps: Mapping[int, Tensor]) -> int:
     """Returns the number of rows whose states were tapped."""
-    return taps.rows if isinstance(taps, Tapped) else len(next(iter(taps.values())))
+    return taps.rows if isinstance(taps, Tapped | DeviceTaps) else len(next(iter(taps.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class TapRows:
             each of another pass.
     """
 
-    chunks: list[tuple[Tapped | tuple[Tensor, ...], Sequence[int]]] = field(default_factory=list)
+    chunks: list[tuple[Tapped | DeviceTaps | tuple[Tensor, ...], Sequence[int]]] = field(default_factory=list)
 
     @staticmethod
     def of(taps: Mapping[int, Tensor], layers: Sequence[int], rows: Sequence[int]) -> TapRows:
@@ -89,6 +91,8 @@ class TapRows:
                 copied = taps.states[:, start:end].copy() if end - start == len(rows) else taps.states.take(rows, 1)
                 taps, rows = Tapped(taps.layers, copied), range(len(rows))
             return TapRows([(taps, rows)])
+        if isinstance(taps, DeviceTaps):
+            return TapRows([(taps.of(layers), rows)])
         states = tuple(taps[layer] for layer in layers)
         held = {state.untyped_storage().data_ptr(): state.untyped_storage().nbytes() for state in states}
         if sum(held.values()) > _MAX_WASTE * len(rows) * sum(state.shape[-1] * state.itemsize for state in states):
@@ -98,6 +102,25 @@ class TapRows:
 
     def __len__(self) -> int:
         return sum(len(rows) for _, rows in self.chunks)
+
+    def kept(self) -> TapRows:
+        """Returns the rows in memory that holds few others, after a pass has copied those of all."""
+        kept = TapRows()
+        for states, rows in self.chunks:
+            if isinstance(states, DeviceTaps) and states.held > _MAX_WASTE * len(rows):
+                kept.chunks.append((states.only(rows), range(len(rows))))
+            else:
+                kept.chunks.append((states, rows))
+        return kept
+
+    @property
+    def kind(self) -> tuple[int, int, torch.dtype] | None:
+        """Number of layers, their width and type, if all rows have the same and a device can read them."""
+        kinds = set[tuple[int, int, torch.dtype]]()
+        for states, _ in self.chunks:
+            first = states.memory.states if isinstance(states, DeviceTaps) else next(iter(_tensors(states)))
+            kinds.add((len(states), first.shape[-1], first.dtype))
+        return kinds.pop() if len(kinds) == 1 and self.addressable else None
 
     @staticmethod
     def joined(parts: Iterable[TapRows]) -> TapRows:
@@ -115,28 +138,34 @@ class TapRows:
 
     def concatenated(self) -> Tensor:
         """Returns the states [rows, layers * Ht], those of one row's layers one after another."""
-        parts = [
-            torch.cat([_rows(state, rows) for state in (states.values() if isinstance(states, Tapped) else states)], -1)
-            for states, rows in self.chunks
-        ]
+        parts = [torch.cat([_rows(state, rows) for state in _tensors(states)], -1) for states, rows in self.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def addresses(self) -> array[int]:
-        """Returns the address of every row's state of every layer, for float32 states of the host."""
+        """Returns the address of every row's state of every layer, those of one row one after another."""
         result = array("Q")
         for states, rows in self.chunks:
             if isinstance(states, Tapped):
                 step, starts = states.states.strides[1], states.starts
                 result.extend([start + row * step for row in rows for start in starts])
+            elif isinstance(states, DeviceTaps):
+                firsts, step = states.places
+                result.extend([start + row * step for row in rows for start in firsts])
             else:
-                placed = [(state.data_ptr(), 4 * state.stride(0)) for state in states]
+                placed = [(state.data_ptr(), state.itemsize * state.stride(0)) for state in states]
                 result.extend(start + row * step for row in rows for start, step in placed)
         return result
 
     @property
     def addressable(self) -> bool:
         """Whether a runner on their device can read all states where they are: on the host float32 ones."""
-        return all(isinstance(states, Tapped) or all(map(_addressable, states)) for states, _ in self.chunks)
+        return all(
+            isinstance(states, Tapped | DeviceTaps) or all(map(_addressable, states)) for states, _ in self.chunks
+        )
+
+
+def _tensors(states: Tapped | DeviceTaps | tuple[Tensor, ...]) -> Iterable[Tensor]:
+    return states if isinstance(states, tuple) else states.values()
 
 
 def _addressable(states: Tensor) -> bool:
@@ -223,12 +252,16 @@ class PassPlan:
             start, pending = len(tokens), length > cached
             tokens += handle.tokens[cached:]
             positions += range(cached, length)
-            tokens += draft.ids[done:]
-            positions += [*(length - 1 + d for d in draft.depths[done:])]
+            if isinstance(draft, UnreadDraft):  # the device fills in its tokens, and the positions of a tree
+                tokens += [0] * draft.limit
+                positions += range(length, length + draft.limit)
+            else:
+                tokens += draft.ids[done:]
+                positions += [*(length - 1 + d for d in draft.depths[done:])]
             count = len(tokens) - start
             if not count:
                 raise ValueError("nothing to score: no pending token and no new draft node")
-            output_count = len(draft.ids) - done + pending
+            output_count = draft.limit - done + pending
             outputs += range(len(tokens) - output_count, len(tokens))
             counts.append(output_count)
             parts.append(Part(handle.slot, cached if pending else length + done, count, length, draft))

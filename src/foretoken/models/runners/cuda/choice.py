@@ -6,7 +6,7 @@ leads there or not; the host follows the tokens along the draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +17,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.devices import fetched
+from foretoken.core.draft import SampledElsewhere
 from foretoken.core.native.sampling import Adjustment, DraftNodes, TokenRow, TokenSource
-from foretoken.core.streams import GOLDEN, splitmixed, step_keys
+from foretoken.core.streams import GOLDEN, PrivateStream, Uniform, splitmixed, step_keys
+from foretoken.models.device_drafts import FIELDS, SCORE, TOKEN, UnreadDraft
 from foretoken.models.runners.cuda.graphs import Graphs, Inputs, States
 from foretoken.models.runners.functional import ranked
 from foretoken.models.runners.triton_kernels import sampling_kernels
-from foretoken.models.runners.triton_kernels.rows import SampledRows
+from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows
 from foretoken.models.runners.triton_kernels.steps import doubled
 
 MIN_ROWS, MIN_CHANGES = 8, 1024  # doubled until all fit
 ROWS_AT_ONCE = 64  # bounds the memory of a graph
-ROW_FIELDS, CHANGE_FIELDS = (4, 3), (4, 4)  # numbers of int64 and of float32 that a row has, and a change
+ROW_FIELDS, CHANGE_FIELDS = (7, 3), (4, 4)  # numbers of int64 and of float32 that a row has, and a change
 BANNED, BIASED, SEEN, TIMES, BIAS, REPETITION, FREQUENCY, PRESENCE = range(8)  # fields of changes
+MEASURES = 3  # of rows beside the token, for sampled chains
+NODE_VALUES = FIELDS + 1  # of a node that a pass has read: its fields and its depth, int64
 FILTER_FIELDS = "top_k", "inverse", "floor", "top_p"
+NOISE = 2  # among the fields of ``SampledRows``
 RESULTS = 0  # key of a graph's results
 
 
@@ -43,6 +48,8 @@ class ChoiceBucket:
         narrow: whether any row has top_k or top_p.
         listed: number of likeliest tokens that are listed; -1 without log-probabilities.
         changes: number of changed logits, padding included; 0 for none.
+        unread: whether there are drafts that the host has not read.
+        sampled: whether any of these is a sampled chain.
     """
 
     rows: int
@@ -50,6 +57,8 @@ class ChoiceBucket:
     narrow: bool
     listed: int
     changes: int
+    unread: bool
+    sampled: bool
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -93,12 +102,22 @@ class DeviceChooser:
             narrow=any(request.filter.top_k > 0 or request.filter.top_p < 1.0 for request in rows),
             listed=-1 if listed < 0 else min(doubled(listed, 1), vocabulary),
             changes=doubled(changes.count, MIN_CHANGES) if changes.count else 0,
+            unread=any(walk.unread is not None for walk in walks),
+            sampled=any(walk.sampled for walk in walks),
         )
         table = self._filled(bucket, walks, changes)
         results = fetched(self._graphs.run(bucket, Inputs(table), lambda inputs: _compute(inputs, bucket))[RESULTS])
         numbers, at = results.numpy(), 0
         for walk in walks:
-            walk.follow(numbers[at : (at := at + walk.count)], bucket.listed)
+            part = numbers[at : (at := at + walk.count)]
+            measured = 1 + MEASURES * bucket.sampled
+            if walk.unread is not None:
+                walk.receive(part[1:, measured : measured + FIELDS])
+            if walk.sampled:
+                walk.verify(part[:, :measured])
+            else:
+                described = part[:, measured + FIELDS * bucket.unread :]
+                walk.follow(np.concatenate((part[:, :1], described), 1), bucket.listed)
 
     def _filled(self, bucket: ChoiceBucket, walks: Sequence[Walk], changes: Changes) -> Tensor:
         """Returns the table of all requests in the host's memory."""
@@ -114,7 +133,11 @@ class DeviceChooser:
         bits = each([request.noise for request in requests], np.uint64)
         positions = each([request.position for request in requests])
         depths = np.concatenate([walk.depths for walk in walks])
+        nodes = np.concatenate([walk.nodes for walk in walks])
         columns = (
+            nodes,
+            np.where(nodes, np.repeat(np.cumsum([0, *counts[:-1]]), counts), np.arange(sum(counts))),
+            np.concatenate([walk.drawn_from for walk in walks]),
             np.concatenate([walk.addresses for walk in walks]),
             sources,
             noise(bits, positions, depths, sources == TokenSource.RACE).view(np.int64),
@@ -137,16 +160,33 @@ def noise(
 
 
 def _compute(inputs: Inputs, bucket: ChoiceBucket) -> States:
-    """Chooses the tokens of all rows, some rows at a time. Returns int64 [rows, 1], or with log-probabilities more."""
+    """Chooses the tokens of all rows, some rows at a time.
+
+    Returns:
+        int64 [rows, n]: the token, the measures of sampled chains if there are any, the fields of its node if the host
+        has not read all of them, and log-probabilities.
+    """
     fields, changed = bucket.fields(inputs.table)
-    kernels, size, parts = sampling_kernels(), bucket.vocabulary, list[Tensor]()
+    (nodes, firsts, drawn_from, *fields), kernels, size = fields, sampling_kernels(), bucket.vocabulary
+    chains, parts = None, list[Tensor]()
+    drafted = kernels.nodes(nodes) if bucket.unread else None
+    if drafted is not None:  # the noise of a node is in the row whose distance from the root's is the node's depth
+        fields[NOISE] = fields[NOISE].take(firsts + drafted[:, FIELDS])
+        if bucket.sampled:
+            below = drafted.roll(-1, 0)  # the node below each row; the last row of a chain has none
+            there = ~below[:, SCORE].int().view(torch.float32).isnan()
+            ratios = torch.zeros(bucket.rows, dtype=torch.float64, device=nodes.device)
+            chains = ChainRows(drawn_from.where(there, 0), below[:, TOKEN].contiguous(), firsts, ratios)
     for start in range(0, bucket.rows, ROWS_AT_ONCE):
         rows = SampledRows(*(field[start : start + ROWS_AT_ONCE] for field in fields))
         logits = kernels.gathered(rows, size)
         after = applied(logits, changed, start * size) if bucket.changes else logits
-        tokens = kernels.chosen(after, rows, bucket.narrow)
-        listed = [] if bucket.listed < 0 else [kernels.described(logits, tokens, ranked(logits, bucket.listed))]
-        parts.append(torch.cat((tokens[:, None], *listed), 1))
+        results = [kernels.chosen(after, rows, bucket.narrow, chains, start)]
+        if drafted is not None:
+            results.append(drafted[start : start + ROWS_AT_ONCE, :FIELDS])
+        if bucket.listed >= 0:
+            results.append(kernels.described(logits, results[0][:, 0], ranked(logits, bucket.listed)))
+        parts.append(torch.cat(results, 1))
     return {RESULTS: torch.cat(parts)}
 
 
@@ -159,29 +199,77 @@ class Walk:
     Attributes:
         tokens: tokens of the nodes.
         parents: the node above each; -1 for the root.
-        depths: depth of each row.
+        unread: the draft, if the host has not read it.
+        sampled: whether it is a sampled chain.
+        drawn_from: address of the distribution of the token below each row of a sampled chain; 0 for none.
+        count: number of rows.
+        nodes: address of each row's node on the device, if the host has not read it; else 0.
+        depths: depth of each row; of nodes that the host has not read, all depths in turn.
         addresses: address of each row's logits.
     """
 
     def __init__(self, request: TokenRow) -> None:
-        self.request, stride = request, 0
+        self.request, stride, self.count = request, 0, 1
         self.tokens, self.parents = list[int](), list[int]()
         self._nodes: DraftNodes | None = None
+        self.unread: UnreadDraft | None = request.unread if request.below else None
+        self.sampled = self.unread is not None and self.unread.source.sampled
+        depths = [request.index]
         if request.below:
             nodes = self._nodes = DraftNodes.from_address(request.below)
-            self.tokens = (c_int64 * nodes.nodes).from_address(nodes.ids)[:]
-            self.parents = (c_int32 * nodes.nodes).from_address(nodes.parents)[:]
-            stride = nodes.stride
-        depths = [request.index]
+            stride, self.count = nodes.stride, 1 + nodes.nodes
+            if self.unread is None:
+                self._take(
+                    (c_int64 * nodes.nodes).from_address(nodes.ids), (c_int32 * nodes.nodes).from_address(nodes.parents)
+                )
+            else:
+                depths += range(request.index + 1, request.index + self.count)
         for parent in self.parents:
             depths.append(depths[parent + 1] + 1)
-        self.depths = np.array(depths)
-        self.addresses = request.logits + 4 * stride * np.arange(self.count)
+        self.depths, rows = np.array(depths), np.arange(self.count)
+        self.nodes = (
+            np.where(rows, request.node + 8 * NODE_VALUES * (rows - 1), 0) if self.unread is not None else 0 * rows
+        )
+        self.addresses, self.drawn_from = request.logits + 4 * stride * rows, 0 * rows
+        if self.unread is not None and self.sampled:
+            q = self.unread.source.distributions
+            self.drawn_from[:-1] = q.data_ptr() + 4 * q.stride(0) * rows[:-1]
 
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return 1 + len(self.tokens)
+    def _take(self, tokens: Iterable[int], parents: Iterable[int]) -> None:
+        self.tokens, self.parents = list(tokens), list(parents)
+
+    def receive(self, nodes: NDArray[np.int64]) -> None:
+        """Takes the fields of the nodes, [nodes, fields], if the host has not read them."""
+        if self.unread is not None:
+            self.unread.source.receive(nodes.T.astype(np.int32))
+            self._take(self.unread.ids, self.unread.parents)
+
+    def verify(self, results: NDArray[np.int64]) -> None:
+        """Writes the verdict of block verification on a sampled chain, as ``verify/block.py``.
+
+        Args:
+            results: [rows, 4], see ``chosen`` of ``triton_kernels/sampling.py``.
+        """
+        row, count = self.request, len(self.tokens)
+        assert self._nodes is not None and self.unread is not None
+        masses, weights, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
+        (key,) = step_keys(np.array([row.noise], np.uint64), np.array([row.position]))
+        stream = PrivateStream(int(key))
+        reached = [*weights[: count + 1], 0.0].index(0.0)  # a weight of 0 stays 0
+        accepted = count
+        if reached <= count or not stream.uniform(count).below(weights[count]):
+            accepted = min(reached, count) - 1
+            while accepted and not _leaves(stream.uniform(accepted), weights[accepted], masses[accepted]):
+                accepted -= 1
+        pointers = (c_void_p * self._nodes.deepest).from_address(self._nodes.rows)
+        levels = [row, *(TokenRow.from_address(pointers[depth]) for depth in range(accepted))]
+        for level, token in zip(levels, [*self.tokens[:accepted], results[accepted, 0]], strict=True):
+            level.token = token
+        self._nodes.path_count = accepted
+        (c_int32 * accepted).from_address(self._nodes.path)[:] = list(range(accepted))
+        law = self.unread.law
+        if results[accepted, 0] >= 0 and isinstance(law, SampledElsewhere):
+            law.drop(chances[:count].tolist())
 
     def follow(self, results: NDArray[np.int64], listed: int) -> None:
         """Writes the results of the root and of the nodes that tokens lead to, as ``DraftWalk`` of token_row.hpp."""
@@ -204,6 +292,14 @@ class Walk:
             while node >= 0:
                 depth -= 1
                 path[depth], node = node, self.parents[node]
+
+
+def _leaves(number: Uniform, weight: float, mass: float) -> bool:
+    """Returns whether verification ends at a row with the token that follows there."""
+    if not number.below(weight):
+        return False
+    leaving = mass + (1.0 - weight)
+    return number.below(mass / leaving if leaving > 0.0 else 1.0)
 
 
 def _write(row: TokenRow, results: NDArray[np.int64], listed: int) -> None:

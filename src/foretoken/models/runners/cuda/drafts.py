@@ -1,7 +1,7 @@
 """Drafts of several levels as one CUDA graph: requests as a table, the passes of all levels, and the results.
 
 Positions, cache rows and pages of every level are known before any token is, so they are copied to the device with the
-rows of the first pass. What a level drafts stays there: it is the input of the next one. The host reads one buffer.
+rows of the first pass. What a level drafts stays there: it is the input of the next one, and of the target's pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.sampling import SamplingLaw
-from foretoken.models.chains import ChainRequest, DraftVocabulary, Draws, ModelChain
+from foretoken.models.chains import ChainRequest, DraftVocabulary, Draws
 from foretoken.models.runners.cuda.graphs import Inputs
 from foretoken.models.runners.cuda.layout import OUTPUTS, PATHS, Bucket, RowLayout, fill
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
@@ -56,6 +56,7 @@ class DraftBucket:
         filtered: whether any distribution has a filter.
         distributions: whether the distributions of tokens are returned.
         tokens: size and width of the vocabulary, and the identity of its tokens and of its successors.
+        fed: number, width and type of the target's states of a row, if the first pass reads them where they are.
     """
 
     first: Bucket
@@ -69,6 +70,7 @@ class DraftBucket:
     filtered: bool
     distributions: bool
     tokens: tuple[int, int, int, int]
+    fed: tuple[int, int, torch.dtype] | None
 
     @property
     def rows(self) -> int:
@@ -106,6 +108,7 @@ class DraftBucket:
             filtered=any(draw.kept[1:] != UNFILTERED[1:] for draw in draws),
             distributions=any(draw.rows for draw in draws),
             tokens=(vocabulary.size, vocabulary.width, id(vocabulary.ids), id(vocabulary.after)),
+            fed=None if plan.states is None else plan.states.kind,
         )
 
     @property
@@ -115,13 +118,14 @@ class DraftBucket:
 
     @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tables: of the first pass, of sequences, of all levels, and of each level."""
+        """Shapes of the tables: of the first pass, of sequences, of all levels, of each level, and of states."""
         pages, passes = self.first.longest // PAGE, 0 if self.foreseen else self.levels - 1
         return (
             (PATHS + self.first.depth + pages, self.first.rows),
             (NOISE + self.levels, self.sequences),
             (PAGES + pages, self.rows if passes else 0),
             (passes, LEVEL_ROWS, self.rows if passes else 0),
+            (self.first.rows, 0 if self.fed is None else self.fed[0]),
         )
 
     def split(self, table: Tensor) -> list[Tensor]:
@@ -150,11 +154,14 @@ def fill_drafts(
 ) -> Tensor:
     """Returns all tables one after another, int64; see ``layout.fill`` for the arguments."""
     whole = torch.zeros(bucket.size, dtype=torch.int64, pin_memory=pinned)
-    table, sequences, shared, levels = bucket.split(whole)
+    table, sequences, shared, levels, states = bucket.split(whole)
     table.copy_(fill(plan, bucket.first, pages, tile, pinned=False))
     _fill_sequences(sequences.numpy(), plan, requests, bucket)
     if levels.numel():
         _fill_levels(levels.numpy(), shared.numpy(), plan, requests, bucket, pages)
+    if bucket.fed is not None and plan.states is not None:
+        addresses = np.array(plan.states.addresses(), np.int64)
+        states.numpy()[: len(plan.tokens)] = addresses.reshape(len(plan.tokens), -1)
     return whole
 
 
@@ -233,7 +240,7 @@ class Levels:
         after: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._run, self._bucket, self._cache, self._biases = run, bucket, cache, biases
-        table, self.sequences, self._shared, self._tables = bucket.split(inputs.table)
+        table, self.sequences, self._shared, self._tables, _ = bucket.split(inputs.table)
         outputs = table[OUTPUTS, : bucket.outputs]
         self._first, states = run(RowLayout.of(table, bucket.first, cache, biases), outputs, inputs.features)
         self._features = None if states is None else states.index_select(0, outputs)
@@ -305,44 +312,3 @@ class Levels:
         logits = self._first.index_select(0, index)
         logits = logits[:, None].expand(-1, len(tokens) // len(logits), -1).flatten(0, 1)
         return logits if self._after is None else logits + self._after(tokens)
-
-
-def chain_results(buffer: NDArray[np.int32], requests: Sequence[ChainRequest], bucket: DraftBucket) -> list[ModelChain]:
-    """Returns the chains that ``growth.grow_chains`` has written."""
-    shape, size = (bucket.levels, bucket.sequences), bucket.levels * bucket.sequences
-    tokens, probabilities = buffer[:size].reshape(shape), buffer[size : 2 * size].view(np.float32).reshape(shape)
-    rows = torch.from_numpy(buffer[2 * size :].view(np.float32)).view(*shape, -1) if bucket.distributions else None
-    chains = []
-    for number, request in enumerate(requests):
-        ids, probs = tokens[: request.limit, number].tolist(), probabilities[: request.limit, number].tolist()
-        possible = next((depth for depth, prob in enumerate(probs) if prob != prob), len(probs))
-        ids, probs, count = ids[:possible], probs[:possible], possible
-        if request.draws is not None:
-            given = rows[:count, number].clone() if rows is not None and request.draws.rows else None
-            chains.append(ModelChain(ids, count < request.limit, rows=given))
-            continue
-        if request.end is not None:
-            reach = 1.0
-            for depth, prob in enumerate(probs):
-                reach *= request.end.rate(prob)
-                if reach < request.end.minimum(depth):
-                    count, ids, probs = depth, ids[: depth + 1], probs[: depth + 1]
-                    break
-        chains.append(ModelChain(ids[:count], count < request.limit, ids, probs))
-    return chains
-
-
-def tree_results(buffer: NDArray[np.int32], requests: Sequence[ChainRequest], bucket: DraftBucket) -> list[ModelChain]:
-    """Returns the trees that ``growth.grow_trees`` has written: the best nodes of each, parents first."""
-    nodes = buffer.reshape(4, bucket.sequences, bucket.kept)
-    trees = []
-    for number, request in enumerate(requests):
-        scores = nodes[3, number, : request.limit].view(np.float32)
-        count = int(np.count_nonzero(scores > -np.inf))
-        numbers = nodes[0, number, :count]
-        order = numbers.argsort()
-        index = {-1: -1, **{node: at for at, node in enumerate(numbers[order].tolist())}}
-        parents = [index[parent] for parent in nodes[2, number, order].tolist()]
-        tokens, probabilities = nodes[1, number, order].tolist(), scores[order].tolist()
-        trees.append(ModelChain(tokens, count < request.limit, probabilities=probabilities, parents=parents))
-    return trees

@@ -134,6 +134,9 @@ class Graphs:
         """Returns an object without graphs, for another runner."""
         return Graphs(self._device, self._new_capture)
 
+    def __contains__(self, bucket: Hashable) -> bool:
+        return bucket in self._known
+
     def run(self, bucket: Hashable, inputs: Inputs, compute: Callable[[Inputs], States], held: object = None) -> States:
         """Returns the results of ``compute``, which the next call overwrites.
 

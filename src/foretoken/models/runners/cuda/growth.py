@@ -23,9 +23,12 @@ from foretoken.models.runners.cuda.drafts import (
     DraftBucket,
     Levels,
 )
+from foretoken.models.runners.cuda.graphs import States
+
+NODES, ROWS = range(2)  # results of a graph
 
 
-def grow_chains(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> Tensor:
+def grow_chains(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> States:
     """Grows a chain for each sequence.
 
     Args:
@@ -34,8 +37,8 @@ def grow_chains(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> Tens
         ids: int64 [size], the target's token of each logit; None if it is the logit's index.
 
     Returns:
-        int32: tokens [levels, sequences]; float32 of the same shape, the probability of each likeliest token, NaN where
-        no token is possible; and the distributions [levels, sequences, width], if the bucket has them.
+        ``NODES``, whose scores are the probabilities of the likeliest tokens, NaN where no token is possible; and
+        ``ROWS``, the distributions [sequences, levels, width], if the bucket has them.
     """
     tokens, probabilities, rows = [], [], []
     logits = levels.first()
@@ -47,12 +50,14 @@ def grow_chains(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> Tens
             rows.append(_widened(distributions, ids, bucket.tokens[1]))
         if level + 1 < bucket.levels:
             logits = levels.next(tokens[-1])
-    return _buffer(torch.stack(tokens).int(), *probabilities, *rows)
+    drafted = torch.stack(tokens, 1)
+    nodes = {NODES: _nodes(drafted, torch.ones_like(drafted), torch.stack(probabilities, 1))}
+    return nodes | {ROWS: torch.stack(rows, 1)} if rows else nodes
 
 
-def _buffer(ints: Tensor, *floats: Tensor) -> Tensor:
-    """Returns all elements as one int32 tensor."""
-    return torch.cat([ints.flatten(), *(part.contiguous().view(torch.int32).flatten() for part in floats)])
+def _nodes(tokens: Tensor, up: Tensor, scores: Tensor) -> Tensor:
+    """Returns the fields of nodes, [sequences, nodes] each, as ``device_drafts.DraftMemory`` has them."""
+    return torch.stack((tokens.int(), up.int(), scores.view(torch.int32)))
 
 
 def _widened(rows: Tensor, ids: Tensor | None, width: int) -> Tensor:
@@ -106,14 +111,13 @@ def _at_fraction(rows: Tensor, fraction: Tensor) -> Tensor:
     return ((rows > 0) * (1 + beyond.int())).argmax(-1)
 
 
-def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> Tensor:
+def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> States:
     """Grows a tree of likely tokens for each sequence, as ``propose.tree.Tree`` does.
 
     Nodes are numbered level by level; those of a level are the candidates of its frontier, ``width`` of each node.
 
     Returns:
-        int32 [4, sequences, kept]: the best nodes' numbers, tokens, parents' numbers and scores (float32), the best
-        first. Nodes that are not there have the score -inf.
+        ``NODES``, the best nodes in the order of their numbers. Those that are not there come last.
     """
     count, width = bucket.sequences, bucket.width
     logits = levels.first()
@@ -140,8 +144,18 @@ def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> Tenso
         rows = at // width + (first if level else first // width)
         logits = levels.next(tokens[-1].gather(1, at).flatten(), rows.flatten())
     kept = order[:, : bucket.kept]
-    nodes = [kept, *(torch.cat(parts, 1).gather(1, kept) for parts in (tokens, parents))]
-    return _buffer(torch.stack(nodes).int(), scores.gather(1, kept))
+    return {NODES: _kept(kept, torch.cat(tokens, 1), torch.cat(parents, 1), scores, levels)}
+
+
+def _kept(best: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, levels: Levels) -> Tensor:
+    """Returns the fields of the best nodes [sequences, kept], as many as each budget allows, parents first."""
+    rank = torch.arange(best.shape[1], device=best.device)
+    there = (rank < levels.each(BUDGET)) & (scores.gather(1, best) > -torch.inf)
+    numbers, order = best.where(there, scores.shape[1]).sort(1)
+    best = best.gather(1, order)
+    there, above = numbers < scores.shape[1], parents.gather(1, best)
+    at = torch.searchsorted(numbers, above).where(there & (above >= 0), -1)
+    return _nodes(tokens.gather(1, best), rank - at, scores.gather(1, best).where(there, -torch.inf))
 
 
 def _candidates(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.draft import Draft
+from foretoken.models.device_drafts import FIELDS, NODE_BYTES, UnreadDraft
 from foretoken.models.runners.base import Move
-from foretoken.models.runners.cuda.page_cache import PageCache, Places
+from foretoken.models.runners.cuda.page_cache import Moves, PageCache, Places
 from foretoken.models.runners.layout import AttentionSizes
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import Part, PassPlan
@@ -22,9 +25,9 @@ from foretoken.models.state.pages import PAGE
 
 MIN_KEYS, MIN_DEPTH = 512, 8  # doubled until all rows, or all trees, fit
 
-# Rows of the table: the fields of ``rows.PassRows``, and, in OUTPUTS, indices of rows of the pass. Pages follow the
-# paths.
-TOKENS, POSITIONS, COUNTS, ENDS, PLACES, PREFIXES, TILES, SIZES, OUTPUTS, PATHS = range(10)
+# Rows of the table: the fields of ``rows.PassRows``; in OUTPUTS, indices of rows of the pass; for nodes that only the
+# device has, their addresses and the bytes from a field to the next one. Pages follow the paths.
+TOKENS, POSITIONS, COUNTS, ENDS, PLACES, PREFIXES, TILES, SIZES, OUTPUTS, NODES, STRIDES, PATHS = range(12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Bucket:
         ranks: number of the likeliest tokens of each of these that are returned in place of the logits; 0 for logits.
         steps: sizes of the steps of recurrent layers; None without them.
         fused: whether the input is a target's states, which the pass makes features from.
+        unread: whether there are drafts that the host has not read.
+        moved: number of sequences whose accepted rows the pass may move first.
     """
 
     rows: int
@@ -52,13 +57,21 @@ class Bucket:
     ranks: int
     steps: StepSizes | None = None
     fused: bool = False
+    unread: bool = False
+    moved: int = 0
+
+    @property
+    def move_rows(self) -> int:
+        """Rows of the table for moves, at its end: the first move of each sequence, and the fields of moves."""
+        return 5 if self.moved else 0
 
     @staticmethod
     def of(plan: PassPlan, taps: Sequence[int], logits: bool) -> Bucket:
         """Returns the smallest bucket that holds the plan."""
-        depth = max(0 if part.draft.is_chain else max(part.draft.depths) for part in plan.parts)
+        depth = max(part.draft.tree_depth for part in plan.parts)
+        rows = -(-len(plan.tokens) // FIXED_ROWS) * FIXED_ROWS
         return Bucket(
-            rows=-(-len(plan.tokens) // FIXED_ROWS) * FIXED_ROWS,
+            rows=rows,
             longest=doubled(plan.reach, MIN_KEYS),
             depth=doubled(depth, MIN_DEPTH) if depth else 0,
             taps=tuple(sorted(set(taps))),
@@ -67,6 +80,8 @@ class Bucket:
             ranks=1 + plan.ranks if logits and plan.argmax_only else 0,
             steps=None if plan.replay is None else StepSizes.of(plan.replay),
             fused=plan.states is not None,
+            unread=any(isinstance(part.draft, UnreadDraft) for part in plan.parts),
+            moved=min(doubled(len(plan.parts), 1), rows - 1) if depth and plan.replay is None else 0,
         )
 
 
@@ -103,7 +118,7 @@ class RowLayout:
         rows = PassRows(
             counts=table[COUNTS],
             ends=table[ENDS],
-            pages=table[PATHS + bucket.depth :],
+            pages=table[PATHS + bucket.depth :][: bucket.longest // PAGE],
             places=table[PLACES],
             prefixes=table[PREFIXES],
             paths=table[PATHS : PATHS + bucket.depth],
@@ -140,8 +155,17 @@ def move_rows(cache: PageCache, moves: Sequence[Move]) -> None:
     cache.move(moves, attention_kernels())
 
 
-def fill(plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pinned: bool) -> Tensor:
-    """Returns the plan as a table, int64 [PATHS + depth + pages, rows], in memory that torch keeps until it is copied.
+def move_first(cache: PageCache, table: Tensor, bucket: Bucket) -> None:
+    """Moves the rows that the table of a pass lists."""
+    firsts, moves = table[-bucket.move_rows, : bucket.moved + 1], table[1 - bucket.move_rows :]
+    attention_kernels().move(firsts, moves, cache.blocks, cache.widest)
+
+
+def fill(
+    plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pinned: bool, moves: Moves | None = None
+) -> Tensor:
+    """Returns the plan as a table, int64 [PATHS + depth + pages + moves, rows], in memory that torch keeps until it is
+    copied.
 
     Padding is token 0 at position 0. It sees no key and is not written to the cache.
 
@@ -150,8 +174,9 @@ def fill(plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pin
         pages: positions of each sequence's pages (``PageCache.reserve``).
         tile: rows of a tile, at most.
         pinned: whether the memory is pinned.
+        moves: rows that the pass moves first; None for none.
     """
-    height = PATHS + bucket.depth + bucket.longest // PAGE
+    height = PATHS + bucket.depth + bucket.longest // PAGE + bucket.move_rows
     filled = torch.zeros((height, bucket.rows), dtype=torch.int64, pin_memory=pinned)
     table = filled.numpy()
     count = len(plan.tokens)
@@ -166,15 +191,59 @@ def fill(plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pin
         columns[PREFIXES] = part.end
         columns[PLACES] = range(part.first, part.end)
         columns[PATHS + bucket.depth :][: len(held)] = held[:, None]
-        if not part.draft.is_chain:
-            nodes = columns[:, part.count - len(part.draft) + max(0, part.first - part.nodes_at) :]
-            nodes[PREFIXES] = part.nodes_at
-            nodes[PATHS : PATHS + bucket.depth] = paths(part, bucket.depth).T
-        step = tile if part.draft.is_chain else 1
+        branches = part.draft.tree_depth > 0
+        if branches or isinstance(part.draft, UnreadDraft):
+            _fill_nodes(columns, part, bucket.depth)
+        step = 1 if branches else tile
         tiles += [(row, min(step, at + part.count - row)) for row in range(at, at + part.count, step)]
         at += part.count
     table[[TILES, SIZES], : len(tiles)] = np.array(tiles).T
+    if moves is not None:
+        count = len(moves.pairs)
+        table[-bucket.move_rows, : bucket.moved + 1] = count  # of sequences without moves
+        table[-bucket.move_rows, : len(moves.firsts)] = moves.firsts
+        table[1 - bucket.move_rows :, :count] = np.array(moves.pairs).T
     return filled
+
+
+def _fill_nodes(columns: NDArray[np.int64], part: Part, depth: int) -> None:
+    """Fills the columns of the nodes of a tree, or of a draft that the device has to read."""
+    draft = part.draft
+    nodes = columns[:, part.count - draft.limit + max(0, part.first - part.nodes_at) :]
+    if draft.tree_depth:
+        nodes[PREFIXES] = part.nodes_at
+    if isinstance(draft, UnreadDraft):
+        first, stride = draft.source.places
+        nodes[NODES], nodes[STRIDES] = first + NODE_BYTES * np.arange(draft.limit), stride
+    else:
+        nodes[PATHS : PATHS + depth] = paths(part, depth).T
+
+
+def read_nodes(table: Tensor, bucket: Bucket) -> Tensor:
+    """Completes the table of a pass with the nodes of drafts that the host has not read.
+
+    Returns:
+        int64 [outputs, 4], the fields of each output's node (``device_drafts``) and its depth; 0 for other outputs.
+    """
+    rows = table[TOKENS], table[POSITIONS], table[COUNTS], table[ENDS]
+    paths = table[PATHS : PATHS + bucket.depth]
+    nodes: Tensor = attention_kernels().read_nodes(
+        table[NODES], table[STRIDES], *rows, table[PLACES], table[PREFIXES], paths
+    )
+    return nodes.index_select(0, table[OUTPUTS, : bucket.outputs])
+
+
+def read_states(addresses: Tensor, width: int, held: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Returns hidden states that lie elsewhere on the device; see the kernel."""
+    states: Tensor = attention_kernels().read_states(addresses, width, held, dtype)
+    return states
+
+
+def receive(plan: PassPlan, nodes: NDArray[np.int64]) -> None:
+    """Passes the results of ``read_nodes`` to the drafts."""
+    for part, end in zip(plan.parts, accumulate(plan.output_counts), strict=True):
+        if isinstance(part.draft, UnreadDraft):
+            part.draft.source.receive(nodes[end - part.draft.limit : end, :FIELDS].T.astype(np.int32))
 
 
 def paths(part: Part, depth: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

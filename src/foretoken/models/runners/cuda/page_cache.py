@@ -7,9 +7,9 @@ grows, and a sequence takes the memory of its own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,23 @@ class DeviceMemory:
         return self._blocks[start][address - start : address - start + size]
 
 
+class Moves(NamedTuple):
+    """Rows to move within the pages of sequences.
+
+    Attributes:
+        firsts: the first move of each sequence, and their number.
+        pairs: address of a page, the row in it, and the same of the row that moves there.
+    """
+
+    firsts: list[int]
+    pairs: list[tuple[int, int, int, int]]
+
+    @property
+    def columns(self) -> Iterable[int]:
+        """The pairs, one field after another."""
+        return chain(*zip(*self.pairs, strict=True))
+
+
 SCALE = 4  # bytes of the scale of a head's key or value in an int8 cache
 Places = npt.NDArray[np.int64]
 
@@ -82,6 +99,8 @@ class PageCache:
         pages: the pages of each slot.
         token_bytes: bytes of one token's keys and values in all layers.
         state_bytes: bytes of a sequence's recurrent state.
+        blocks: int64 [2, blocks], the start in a page and the bytes of a row of each block.
+        widest: the largest of these numbers of bytes.
     """
 
     def __init__(
@@ -115,12 +134,15 @@ class PageCache:
             at, scale_at = at + sides * half, scale_at + sides * heads * PAGE
         if scaled:
             self._extend(PAGE * numbers * self._item, sum(sides * heads for *_, heads in order), SCALE)
-        self._widest = max((size for *_, size in self._parts), default=0)
-        self._blocks: Tensor | None = None  # start in a page, and bytes of a row, of each block
+        self.widest = max((size for *_, size in self._parts), default=0)
+        starts = [(start + block * PAGE * size, size) for start, count, size in self._parts for block in range(count)]
+        self.blocks = torch.tensor(starts, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
+        self._moves = Moves([0], [])
+        self._kernels: Any = None
         page = max(PAGE * self.token_bytes, UNIT)
         self.state_bytes = 0 if shape is None else shape.bytes
         if shape is None:
-            self.pages = Pages(self._memory.allocate, page, self._memory.copy)
+            self.pages = Pages(self._memory.allocate, page, self._copy)
         else:
             self.pages = HybridState(self._memory, page, shape)
 
@@ -146,8 +168,8 @@ class PageCache:
         return places
 
     def move(self, moves: Sequence[Move], kernels: Any) -> None:
-        """Moves rows of slots, the accepted paths of draft trees, by one launch; see ``Runner.move_all``."""
-        firsts, pairs = [0], list[tuple[int, int, int, int]]()
+        """Moves rows of slots, the accepted paths of draft trees, before the next pass; see ``Runner.move_all``."""
+        (firsts, pairs), self._kernels = self._moves, kernels
         for slot, destination, sources in moves:
             self.pages.accept(slot, destination, sources)
             held = self.pages.held(slot)
@@ -156,12 +178,25 @@ class PageCache:
                     pairs.append((held[row // PAGE], row % PAGE, held[source // PAGE], source % PAGE))
             if len(pairs) > firsts[-1]:
                 firsts.append(len(pairs))
-        if not pairs or not self._parts:
-            return
-        if self._blocks is None:
-            blocks = [
-                (start + block * PAGE * size, size) for start, count, size in self._parts for block in range(count)
-            ]
-            self._blocks = torch.tensor(blocks, device=self._memory.device).T.contiguous()
-        numbers = on_device([*firsts, *chain(*zip(*pairs, strict=True))], self._memory.device)
-        kernels.move(numbers, len(firsts) - 1, self._blocks, self._widest)
+        if self.state_bytes:
+            self.settle()
+
+    def settle(self, sequences: int = 0, count: int = 0) -> Moves | None:
+        """Moves the rows that no pass has moved by one launch.
+
+        Returns:
+            The moves that are left to the next pass in its place, if there are up to ``count`` of them, of up to
+            ``sequences`` sequences; None if none are.
+        """
+        moves, self._moves = self._moves, Moves([0], [])
+        if not moves.pairs or not self._parts:
+            return None
+        if len(moves.firsts) - 1 <= sequences and len(moves.pairs) <= count:
+            return moves
+        numbers, heads = on_device([*moves.firsts, *moves.columns], self._memory.device), len(moves.firsts)
+        self._kernels.move(numbers[:heads], numbers[heads:].view(4, -1), self.blocks, self.widest)
+        return None
+
+    def _copy(self, to: int, source: int, size: int) -> None:
+        self.settle()
+        self._memory.copy(to, source, size)

@@ -8,7 +8,7 @@ number of rows (``linear.py``). So they depend neither on the chunks of a prefil
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from foretoken.core.devices import fetched
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
-from foretoken.models.device_logits import DeviceRows
+from foretoken.models.device_drafts import DraftMemory, UnreadChain, UnreadChains
+from foretoken.models.device_logits import DeviceRows, DeviceTaps, TappedMemory
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, ExpertWeights, LayerWeights
 from foretoken.models.runners.base import DeeperLayer, Move, Pass, Runner
@@ -27,14 +28,22 @@ from foretoken.models.runners.cuda.drafts import (
     DraftBucket,
     Levels,
     Run,
-    chain_results,
     fill_drafts,
-    tree_results,
 )
 from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graphs, Inputs, States
-from foretoken.models.runners.cuda.growth import grow_chains, grow_trees
-from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill, move_rows
-from foretoken.models.runners.cuda.page_cache import PageCache, Places
+from foretoken.models.runners.cuda.growth import NODES, ROWS, grow_chains, grow_trees
+from foretoken.models.runners.cuda.layout import (
+    OUTPUTS,
+    Bucket,
+    RowLayout,
+    fill,
+    move_first,
+    move_rows,
+    read_nodes,
+    read_states,
+    receive,
+)
+from foretoken.models.runners.cuda.page_cache import Moves, PageCache, Places
 from foretoken.models.runners.functional import best, normalize
 from foretoken.models.runners.layout import Layout
 from foretoken.models.runners.linear import product
@@ -47,7 +56,8 @@ from foretoken.models.runners.triton_kernels.steps import fill_steps
 from foretoken.models.state.recurrent import StateShape
 
 MAX_ROWS = 512  # with more rows, products take longer than launches
-LOGITS, LIKELIEST, TAPS = range(3)  # results of a pass: logits, or the likeliest tokens; all taps in one tensor
+# Results of a pass: logits, or the likeliest tokens; all taps in one tensor; nodes that the host has not read.
+LOGITS, LIKELIEST, TAPS, DRAFTED = range(4)
 
 
 class CudaRunner(TorchRunner):
@@ -81,12 +91,13 @@ class CudaRunner(TorchRunner):
         self.batch_invariant = True
         self._graphs = Graphs(device, capture or CudaCapture)
         self._chooser = DeviceChooser(self._graphs.fresh())
-        self._last: weakref.ref[DeviceRows] | None = None  # the logits of the last pass, while anything may read them
+        # Results of the last graphs, while anything may read them.
+        self._last: list[weakref.ref[DeviceRows] | weakref.ref[DraftMemory] | weakref.ref[TappedMemory]] = []
         # Experts computed by products need their numbers of rows on the host.
         mlps = (layer.mlp for layer in self._layers)
         self._captured = not any(isinstance(mlp, ExpertWeights) and not by_kernels(mlp) for mlp in mlps)
         self.computes_chains = self._captured and not architecture.recurrent_layers
-        self.adapts_levels = not self.computes_chains
+        self.adapts_levels, self.takes_unread = not self.computes_chains, self.computes_chains
         groups = [architecture.heads // size.kv_heads for size in cached_sizes(architecture) if size is not None]
         self._tile = min(map(rows_per_tile, groups), default=1)
         self._fuse(entry or Entry())
@@ -142,12 +153,12 @@ class CudaRunner(TorchRunner):
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = super().first(architecture, norm)
-        view._graphs = self._graphs.fresh()
+        view._graphs, view._last = self._graphs.fresh(), []
         return view
 
     def injector(self) -> Self:
         view = super().injector()
-        view._graphs = self._graphs.fresh()
+        view._graphs, view._last = self._graphs.fresh(), []
         return view
 
     def _reserve_positions(self, count: int) -> None:
@@ -161,22 +172,33 @@ class CudaRunner(TorchRunner):
         pages = [self._paged.reserve(part.slot, part.first, part.end) for part in plan.parts]
         plan = replace(plan, replay=self._paged.pages.plan(plan.parts))
         bucket = Bucket.of(plan, taps, logits)
+        # A capture computes the pass several times, and rows may move only once, before any of them is written over.
+        moves = self._paged.settle(bucket.moved, bucket.rows * (bucket in self._graphs))
         self._reserve_positions(bucket.longest)
-        inputs = self._inputs_of(plan, bucket, pages)
+        inputs = self._inputs_of(plan, bucket, pages, moves)
         if self._captured and bucket.rows <= MAX_ROWS:
             computed = self._run(bucket, inputs, lambda inputs: self._compute(inputs, bucket))
         else:
             computed = self._compute(inputs.to(self._device), bucket)
         self._paged.pages.finish()
-        tapped = dict(zip(bucket.taps, computed[TAPS][:, : len(plan.tokens)].clone(), strict=True)) if taps else {}
+        tapped = self._taps_of(computed, bucket, len(plan.tokens))
         if not logits:
             return Pass(None, tapped)
         if bucket.ranks:
             likeliest = fetched(computed[LIKELIEST][: len(plan.outputs)]).numpy()
-            return Pass(None, tapped, likeliest[:, 0].tolist(), likeliest[:, 1:] if plan.ranks else None)
-        rows = DeviceRows(computed[LOGITS][: len(plan.outputs)], self._chooser)
-        self._last = weakref.ref(rows)
+            if bucket.unread:
+                receive(plan, likeliest[:, bucket.ranks :])
+            return Pass(None, tapped, likeliest[:, 0].tolist(), likeliest[:, 1 : bucket.ranks] if plan.ranks else None)
+        rows = DeviceRows(computed[LOGITS][: len(plan.outputs)], self._chooser, drafted=computed.get(DRAFTED))
+        self._last.append(weakref.ref(rows))
         return Pass(rows, tapped)
+
+    def _taps_of(self, computed: States, bucket: Bucket, rows: int) -> Mapping[int, Tensor]:
+        if not bucket.taps:
+            return {}
+        memory = TappedMemory(bucket.taps, computed[TAPS][:, :rows])
+        self._last.append(weakref.ref(memory))
+        return DeviceTaps(memory, bucket.taps, 0, rows)
 
     @torch.inference_mode()
     def chains(
@@ -187,17 +209,17 @@ class CudaRunner(TorchRunner):
         state: int | None = None,
         foreseen: bool = False,
         deeper: Sequence[DeeperLayer] = (),
-    ) -> list[ModelChain]:
+    ) -> Sequence[ModelChain]:
         kinds: dict[int, list[int]] = {}
         for number, request in enumerate(requests):
             kinds.setdefault(0 if request.tree is None else request.tree.width, []).append(number)
-        drafted: dict[int, ModelChain] = {}
+        drafted: dict[int, UnreadChain] = {}
         for numbers in kinds.values():
             whole = len(kinds) == 1
             asked = [requests[number] for number in numbers]
             drafts = self._draft(plan if whole else plan.only(numbers), asked, vocabulary, state, foreseen)
             drafted.update(zip(numbers, drafts, strict=True))
-        return [drafted[number] for number in range(len(requests))]
+        return UnreadChains([drafted[number] for number in range(len(requests))])
 
     def _draft(
         self,
@@ -206,29 +228,35 @@ class CudaRunner(TorchRunner):
         vocabulary: DraftVocabulary,
         state: int | None,
         foreseen: bool,
-    ) -> list[ModelChain]:
+    ) -> list[UnreadChain]:
         """Drafts chains, or trees of one width; see ``chains``."""
         rows = [
             part.end + (0 if foreseen else request.rows) for part, request in zip(plan.parts, requests, strict=True)
         ]
         pages = [self._paged.reserve(part.slot, part.first, end) for part, end in zip(plan.parts, rows, strict=True)]
+        self._paged.settle()
         plan = replace(plan, reach=max(rows))
         bucket = DraftBucket.of(plan, requests, vocabulary, state, foreseen)
         self._reserve_positions(bucket.first.longest)
         table = fill_drafts(plan, requests, bucket, pages, self._tile, self._device.type == "cuda")
-        inputs, ids = Inputs(table, self._fed(plan), rows=bucket.first.rows), self._token_ids(vocabulary)
+        fed = self._fed(plan) if bucket.fed is None else None
+        inputs, ids = Inputs(table, fed, rows=bucket.first.rows), self._token_ids(vocabulary)
 
         def compute(inputs: Inputs) -> States:
+            if bucket.fed is not None:
+                states = read_states(bucket.split(inputs.table)[-1], *bucket.fed[1:], self._dtype)
+                inputs = replace(inputs, features=states)
             inputs = replace(inputs, features=self._features(inputs, bucket.first))
             levels = Levels(self._level_of(bucket), inputs, bucket, self._paged, self._biases, vocabulary.after)
-            return {0: (grow_trees if bucket.kept else grow_chains)(levels, bucket, ids)}
+            return (grow_trees if bucket.kept else grow_chains)(levels, bucket, ids)
 
         if bucket.first.rows <= MAX_ROWS:
             computed = self._run(bucket, inputs, compute, (ids, vocabulary.ids, vocabulary.after))
         else:
             computed = compute(inputs.to(self._device))
-        buffer = fetched(computed[0]).numpy()
-        return (tree_results if bucket.kept else chain_results)(buffer, requests, bucket)
+        memory = DraftMemory(computed[NODES], computed.get(ROWS))
+        self._last.append(weakref.ref(memory))
+        return [UnreadChain(memory, number, request) for number, request in enumerate(requests)]
 
     def _level_of(self, bucket: DraftBucket) -> Run:
         """Returns the function that computes the passes of drafts; see ``drafts.Run``."""
@@ -264,26 +292,32 @@ class CudaRunner(TorchRunner):
             self._embedding = shared  # frees the memory of the copy
         return True
 
-    def _inputs_of(self, plan: PassPlan, bucket: Bucket, pages: Sequence[Places]) -> Inputs:
+    def _inputs_of(self, plan: PassPlan, bucket: Bucket, pages: Sequence[Places], moves: Moves | None) -> Inputs:
         """Returns the inputs of the pass, in the host's memory."""
         pinned = self._device.type == "cuda"
         steps = None
         if plan.replay is not None and bucket.steps is not None:
             steps = fill_steps(plan.replay, bucket.steps, pinned)
-        return Inputs(fill(plan, bucket, pages, self._tile, pinned), self._fed(plan), steps, bucket.rows)
+        table = fill(plan, bucket, pages, self._tile, pinned, moves)
+        return Inputs(table, self._fed(plan), steps, bucket.rows)
 
     def _compute(self, inputs: Inputs, bucket: Bucket) -> States:
         """Computes the taps of all rows of the bucket, and logits, the plan's outputs first."""
+        computed = States()
+        if bucket.moved:
+            move_first(self._paged, inputs.table, bucket)
+        if bucket.unread:
+            computed[DRAFTED] = read_nodes(inputs.table, bucket)
         layout = RowLayout.of(inputs.table, bucket, self._paged, self._biases, inputs.steps)
         states = self._states(layout, bucket.taps, features=self._features(inputs, bucket))
-        computed = States()
         if bucket.taps:
             computed[TAPS] = torch.stack([*self._tapped(states, bucket.taps, slice(None)).values()])
         if bucket.outputs:
             last = states[self._architecture.layers].index_select(0, inputs.table[OUTPUTS, : bucket.outputs])
             computed[LOGITS] = self._unembed(normalize(self._architecture, last, self._norm))
         if bucket.ranks:
-            computed[LIKELIEST] = best(computed.pop(LOGITS), bucket.ranks - 1)
+            likeliest = best(computed.pop(LOGITS), bucket.ranks - 1)
+            computed[LIKELIEST] = torch.cat((likeliest, computed.pop(DRAFTED)), 1) if bucket.unread else likeliest
         return computed
 
     def _fed(self, plan: PassPlan) -> Tensor | None:
@@ -295,6 +329,8 @@ class CudaRunner(TorchRunner):
         self, bucket: Hashable, inputs: Inputs, compute: Callable[[Inputs], States], held: object = None
     ) -> States:
         """Runs a graph, which may overwrite the logits of the last pass; see ``Graphs.run``."""
-        if self._last is not None and (before := self._last()) is not None:
-            before.release()
+        for last in self._last:
+            if (before := last()) is not None:
+                before.release()
+        self._last.clear()
         return self._graphs.run(bucket, inputs, compute, (self._tables, self._biases, held))

@@ -229,21 +229,108 @@ def _move(moves, firsts, blocks, moved, WIDE: tl.constexpr, BLOCKS: tl.constexpr
         tl.store(to.to(tl.pointer_type(tl.uint8)) + at, values, mask=at < size)
 
 
-def move(moves: Tensor, sequences: int, blocks: Tensor, widest: int) -> None:
+def move(firsts: Tensor, moves: Tensor, blocks: Tensor, widest: int) -> None:
     """Moves rows within the pages of sequences by one launch.
 
     Args:
-        moves: int64, [sequences + 1] the first move of each sequence, then of each move the address of a page, the row
-            in it, and the same of the row that moves there.
-        sequences: their number.
+        firsts: int64 [sequences + 1], the first move of each sequence.
+        moves: int64 [4, moves], the address of a page, the row in it, and the same of the row that moves there.
         blocks: int64 [2, blocks], the start of each block in a page, and the bytes of a row of it.
         widest: the largest of these numbers of bytes.
     """
-    firsts, moves = moves[: sequences + 1], moves[sequences + 1 :]
     count = blocks.shape[1]
-    _move[(sequences, count)](
-        moves, firsts, blocks, len(moves) // 4, WIDE=triton.next_power_of_2(widest), BLOCKS=count, num_warps=1
+    _move[(len(firsts) - 1, count)](
+        moves, firsts, blocks, moves.shape[1], WIDE=triton.next_power_of_2(widest), BLOCKS=count, num_warps=1
     )
+
+
+@triton.jit
+def _read_nodes(
+    nodes, strides, tokens, positions, counts, ends, places, prefixes, paths, result, path_stride, TREES: tl.constexpr
+):
+    row = tl.program_id(0)
+    address = tl.load(nodes + row)
+    if address != 0:
+        stride = tl.load(strides + row)
+        to = result + row * 4
+        for field in tl.static_range(3):
+            value = tl.load((address + field * stride).to(tl.pointer_type(tl.int32)))
+            tl.store(to + field, value.to(tl.int64))
+        tl.store(tokens + row, tl.load(address.to(tl.pointer_type(tl.int32))).to(tl.int64))
+        at, above, depth = row, address, row * 0
+        while above != 0:
+            at -= tl.load((above + tl.load(strides + at)).to(tl.pointer_type(tl.int32)))
+            above = tl.load(nodes + at)
+            depth += 1
+        position = tl.load(positions + at) + depth  # ``at`` is the root's row
+        tl.store(to + 3, depth.to(tl.int64))
+        tl.store(positions + row, position)
+        tl.store(counts + row, position + 1)
+        tl.store(ends + row, position + 1)
+        if TREES:
+            at, above, behind = row, address, position - tl.load(prefixes + row)
+            while (above != 0) & (behind >= 0):  # rows of a chain have their whole path in their prefix
+                tl.store(paths + behind * path_stride + row, tl.load(places + at))
+                at -= tl.load((above + tl.load(strides + at)).to(tl.pointer_type(tl.int32)))
+                above = tl.load(nodes + at)
+                behind -= 1
+
+
+def read_nodes(
+    nodes: Tensor,
+    strides: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    ends: Tensor,
+    places: Tensor,
+    prefixes: Tensor,
+    paths: Tensor,
+) -> Tensor:
+    """Completes the rows of nodes that lie elsewhere on the device, int64 [R] each; see ``rows.PassRows``.
+
+    Args:
+        nodes: addresses of their tokens, int32; 0 for other rows.
+        strides: bytes from the token to the number of rows up to the parent's, and from there to the score.
+        tokens: written, as all of the following but ``places`` and ``prefixes``.
+        positions: those of roots are given.
+        paths: [depth, R].
+
+    Returns:
+        int64 [R, 4]: token, number of rows up, score and depth of each node; 0 for other rows.
+    """
+    result = torch.zeros((len(nodes), 4), dtype=torch.int64, device=nodes.device)
+    _read_nodes[(len(nodes),)](
+        nodes, strides, tokens, positions, counts, ends, places, prefixes, paths, result, paths.stride(0),
+        TREES=len(paths) > 0, num_warps=1,
+    )  # fmt: skip
+    return result
+
+
+@triton.jit
+def _read_states(addresses, result, WIDTH: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    place, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    address = tl.load(addresses + place)
+    count = tl.where(address == 0, 0, WIDTH)
+    values = tl.load(address.to(tl.pointer_type(TYPE)) + at, mask=at < count, other=0.0)
+    tl.store(result + place.to(tl.int64) * WIDTH + at, values.to(result.dtype.element_ty), mask=at < WIDTH)
+
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def read_states(addresses: Tensor, width: int, held: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Returns the states at addresses [R, n] of rows of ``width`` elements, [R, n * width]; zeros for address 0.
+
+    Args:
+        held: their type.
+        dtype: that of the result.
+    """
+    result = torch.empty((len(addresses), addresses.shape[1] * width), dtype=dtype, device=addresses.device)
+    block = min(1024, triton.next_power_of_2(width))
+    grid = addresses.numel(), triton.cdiv(width, block)
+    _read_states[grid](addresses, result, WIDTH=width, TYPE=TYPES[held], BLOCK=block, num_warps=4)
+    return result
 
 
 def attend_rows(

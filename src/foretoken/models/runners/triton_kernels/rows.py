@@ -90,6 +90,24 @@ class SampledRows:
     top_p: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ChainRows:
+    """Rows of sampled chains among all rows of a step, int64 tensors on the device, [R] each.
+
+    Attributes:
+        drawn_from: addresses of the distributions, float32 [V], that the tokens below the rows were sampled from; 0
+            without a token.
+        drafted: these tokens.
+        firsts: the root's row of each row's chain; the row itself for other rows.
+        ratios: float64, room for the ratio of target and draft of each token.
+    """
+
+    drawn_from: Tensor
+    drafted: Tensor
+    firsts: Tensor
+    ratios: Tensor
+
+
 def rows_per_tile(group: int) -> int:
     """Returns the maximum number of rows of a tile if ``group`` query heads share a key head."""
     return max(1, EDGE // group)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.models.runners.triton_kernels.rows import SampledRows
+from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows
 
 CHUNK = 4096  # tokens of one sum of exponentials, as in distribution.hpp
 BLOCK = 1024  # tokens of one sum of probabilities, of a race, and of work on single tokens
@@ -64,6 +64,14 @@ def _gather(addresses, logits, SIZE: tl.constexpr, LENGTH: tl.constexpr):
     count = tl.where(address == 0, 0, SIZE)
     values = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=at < count, other=0.0)
     tl.store(logits + row * SIZE + at, values, mask=at < SIZE)
+
+
+@triton.jit
+def _nodes(addresses, values, COUNT: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, COUNT)
+    address = tl.load(addresses + row)
+    node = tl.load(address.to(tl.pointer_type(tl.int64)) + at, mask=at < tl.where(address == 0, 0, COUNT), other=0)
+    tl.store(values + row * COUNT + at, node)
 
 
 @triton.jit
@@ -190,9 +198,44 @@ def _chances(logits, inverses, top, lowest, over, last, row, at, SIZE: tl.conste
 
 
 @triton.jit
+def _ratio(logits, inverses, top, lowest, over, last, drawn_from, drafted, ratios, chances, SIZE: tl.constexpr):
+    """Stores the probability of a row's drafted token for the draft, and the target's divided by it, or 0."""
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, 1)
+    address = tl.load(drawn_from + row)
+    if address != 0:
+        at = tl.load(drafted + row) + lane
+        p = _chances(logits, inverses, top, lowest, over, last, row, at, SIZE)
+        q = tl.load(address.to(tl.pointer_type(tl.float32)) + at).to(tl.float64)
+        possible = (p > 0.0) & (q > 0.0)
+        tl.store(ratios + row + lane, tl.where(possible, p / tl.where(possible, q, 1.0), 0.0))
+        tl.store(chances + row + lane, q)
+
+
+@triton.jit
+def _weigh(firsts, ratios, weights, start):
+    """Stores the weight with which block verification reaches a row: the product of ratios, at most 1 at each."""
+    row = start + tl.program_id(0)
+    at, weight = tl.load(firsts + row), tl.full((), 1.0, tl.float64)
+    while at < row:
+        weight = tl.minimum(weight * tl.load(ratios + at), 1.0)
+        at += 1
+    tl.store(weights + tl.program_id(0), weight)
+
+
+@triton.jit
+def _excess(chance, drawn_from, weights, row, at, SIZE: tl.constexpr):
+    """Returns (weight p - q)+ of tokens of a row of a sampled chain, and p of other rows."""
+    address = tl.load(drawn_from + row)
+    count = tl.where(address == 0, 0, SIZE)
+    q = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=at < count, other=0.0)
+    left = chance * tl.load(weights + row) - q.to(tl.float64)
+    return tl.where(address != 0, tl.where(left < 0.0, 0.0, left), chance)
+
+
+@triton.jit
 def _draw(
-    logits, sources, noise, inverses, top, lowest, over, last, masses, winners,
-    CHUNKS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr,
+    logits, sources, noise, inverses, top, lowest, over, last, drawn_from, weights, masses, plain, winners,
+    CHUNKS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
     """Weighs a chunk, or finds the winner of its race."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -201,6 +244,9 @@ def _draw(
         at = chunk * LENGTH + tl.arange(0, LENGTH)
         chance = _chances(logits, inverses, top, lowest, over, last, row, at, SIZE)
         if source == 2:
+            if SAMPLED:
+                tl.store(plain + to, tl.sum(chance, 0))
+                chance = _excess(chance, drawn_from, weights, row, at, SIZE)
             tl.store(masses + to, tl.sum(chance, 0))
         else:
             z = (at + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + tl.load(noise + row).to(tl.uint64, bitcast=True)
@@ -216,8 +262,9 @@ def _draw(
 
 @triton.jit
 def _pick(
-    logits, sources, noise, inverses, top, lowest, over, last, best, masses, winners, tokens,
-    CHUNKS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr,
+    logits, sources, noise, inverses, top, lowest, over, last, drawn_from, weights, best, masses, plain, winners,
+    tokens, totals,
+    CHUNKS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
     """Chooses the token of a row from its chunks; -1 where none is possible."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
@@ -231,6 +278,12 @@ def _pick(
         else:
             # Rounding can put the point past the end of the row or of a chunk: its last token with mass is then right.
             total = tl.sum(mass, 0)
+            if SAMPLED:
+                tl.store(totals + row, total)
+                left = total > 0.0  # the target's own distribution counts where nothing is beyond the draft's
+                own = tl.load(plain + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+                mass = tl.where(left, mass, own)
+                total = tl.sum(mass, 0)
             point = tl.load(noise + row).to(tl.float64, bitcast=True) * total
             passed = tl.cumsum(mass, 0)
             beyond = tl.min(tl.where((chunk < CHUNKS) & (passed > point), chunk, WIDE), 0)
@@ -238,6 +291,9 @@ def _pick(
             before = tl.sum(tl.where(chunk < place, mass, 0.0), 0)
             at = tl.arange(0, LENGTH)
             chance = _chances(logits, inverses, top, lowest, over, last, row, place * LENGTH + at, SIZE)
+            if SAMPLED:
+                beyond_draft = _excess(chance, drawn_from, weights, row, place * LENGTH + at, SIZE)
+                chance = tl.where(left, beyond_draft, chance)
             reached = before + tl.cumsum(chance, 0) > tl.where(beyond < WIDE, point, float("inf"))
             first, final = tl.min(tl.where(reached, at, LENGTH), 0), tl.max(tl.where(chance > 0.0, at, 0), 0)
             token = (place * LENGTH + tl.where(first < LENGTH, first, final)).to(tl.int64)
@@ -272,13 +328,28 @@ def gathered(rows: SampledRows, vocabulary: int) -> Tensor:
     return logits
 
 
-def chosen(logits: Tensor, rows: SampledRows, narrow: bool) -> Tensor:
-    """Returns the token of each row, int64 [R]; -1 where none is possible.
+def nodes(addresses: Tensor) -> Tensor:
+    """Returns the four values of nodes at addresses [R], int64 [R, 4]; zeros for address 0."""
+    values = torch.empty((len(addresses), 4), dtype=torch.int64, device=addresses.device)
+    _nodes[(len(addresses),)](addresses, values, COUNT=4, num_warps=1)
+    return values
+
+
+def chosen(logits: Tensor, rows: SampledRows, narrow: bool, chains: ChainRows | None = None, start: int = 0) -> Tensor:
+    """Returns the token of each row; -1 where none is possible.
+
+    Rows of sampled chains get the token that follows if block verification (2403.10444) accepts the chain up to there.
 
     Args:
         logits: changed logits, [R, V].
         rows: the requests.
         narrow: whether any row has top_k or top_p.
+        chains: sampled chains; the rows before these have been computed. None for none.
+        start: the first row among those of ``chains``.
+
+    Returns:
+        int64 [R, 1], or with chains [R, 4]: the token, and the bits of the mass beyond the draft's, of the weight, and
+        of the draft's probability of the drafted token, float64.
     """
     count, size = logits.shape
     chunks, blocks, device = triton.cdiv(size, CHUNK), triton.cdiv(size, BLOCK), logits.device
@@ -302,13 +373,21 @@ def chosen(logits: Tensor, rows: SampledRows, narrow: bool) -> Tensor:
         values, ids = torch.sort(logits + 0.0, dim=-1, descending=True, stable=True)  # 0 and -0 are equal
         law = rows.inverse, rows.floor, rows.top_k, rows.top_p, top, mass, lowest, over, last
         _narrow[(count,)](values, ids, rows.sources, *law, LENGTH=BLOCK, num_warps=4, **strict)
-    drawn = logits, rows.sources, rows.noise, rows.inverse, top, lowest, over, last
-    _draw[(count, blocks)](*drawn, masses, winners, CHUNKS=blocks, LENGTH=BLOCK, num_warps=4, **strict)
+    plain, measures, drawn_from = masses, torch.zeros((3, count), dtype=torch.float64, device=device), best
+    distribution = rows.inverse, top, lowest, over, last
+    if chains is not None:
+        part = slice(start, start + count)
+        plain, drawn_from, ratios = torch.empty_like(masses), chains.drawn_from[part], chains.ratios[part]
+        _ratio[(count,)](
+            logits, *distribution, drawn_from, chains.drafted[part], ratios, measures[2], num_warps=1, **strict
+        )
+        _weigh[(count,)](chains.firsts, chains.ratios, measures[1], start, num_warps=1)
+    drawn = logits, rows.sources, rows.noise, *distribution, drawn_from, measures[1]
+    sizes = {"CHUNKS": blocks, "LENGTH": BLOCK, "SAMPLED": chains is not None, "num_warps": 4, **strict}
+    _draw[(count, blocks)](*drawn, masses, plain, winners, **sizes)
     wide = triton.next_power_of_2(blocks)
-    _pick[(count,)](
-        *drawn, best, masses, winners, tokens, CHUNKS=blocks, WIDE=wide, LENGTH=BLOCK, num_warps=4, **strict
-    )
-    return tokens
+    _pick[(count,)](*drawn, best, masses, plain, winners, tokens, measures[0], WIDE=wide, **sizes)
+    return tokens[:, None] if chains is None else torch.cat((tokens[:, None], measures.view(torch.int64).T), 1)
 
 
 def described(logits: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:

@@ -1,0 +1,216 @@
+"""Drafts that stay on a device until the host reads them, mostly with the results of the pass that verifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.core.devices import fetched
+from foretoken.core.draft import Draft, SampledElsewhere
+from foretoken.models.chains import ChainRequest, ModelChain
+
+# Fields of a node, int32: its token, the number of nodes back to its parent (the root is before all nodes), a float32.
+TOKEN, UP, SCORE, FIELDS = range(4)
+NODE_BYTES = 4
+
+
+class DraftMemory:
+    """The nodes of several drafts on a device.
+
+    Args:
+        nodes: int32 [fields, sequences, nodes], in memory that a later call overwrites.
+        rows: float32 [sequences, nodes, V], the distributions of sampled tokens; None for none.
+    """
+
+    def __init__(self, nodes: Tensor, rows: Tensor | None = None) -> None:
+        self.nodes, self.rows = nodes, rows
+        self._host: NDArray[np.int32] | None = None
+
+    def read(self, number: int) -> NDArray[np.int32]:
+        """Returns the nodes of one draft, [fields, nodes]; the first use copies those of all drafts."""
+        if self._host is None:
+            self._host = fetched(self.nodes).numpy()
+        return self._host[:, number]
+
+    def read_rows(self, number: int, count: int) -> Tensor:
+        """Returns the first distributions of one draft."""
+        assert self.rows is not None
+        return fetched(self.rows[number, :count])
+
+    def release(self) -> None:
+        """Copies all of it on the device, before it is overwritten."""
+        self.nodes, self.rows = self.nodes.clone(), None if self.rows is None else self.rows.clone()
+
+
+class UnreadChain:
+    """One of the drafts.
+
+    Args:
+        memory: its memory.
+        number: its index there.
+        request: the request for it.
+    """
+
+    def __init__(self, memory: DraftMemory, number: int, request: ChainRequest) -> None:
+        self._memory: DraftMemory | None = memory  # None once the draft is read
+        self._number, self._request = number, request
+        self._chain: ModelChain | None = None
+
+    @property
+    def limit(self) -> int:
+        """The largest number of nodes."""
+        return self._request.limit
+
+    @property
+    def tree_depth(self) -> int:
+        """The largest depth of a tree's node; 0 for a chain."""
+        return 0 if self._request.tree is None else min(self._request.levels, self.limit)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the draft has the distributions of its tokens."""
+        return self._request.draws is not None and self._request.draws.rows
+
+    @property
+    def distributions(self) -> Tensor:
+        """Distributions of the tokens of a sampled chain on the device, [nodes, V]."""
+        assert self._memory is not None and self._memory.rows is not None
+        return self._memory.rows[self._number]
+
+    @property
+    def unread(self) -> bool:
+        """Whether the host has not read the draft."""
+        return self._memory is not None
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """The address of the first node's token, and the number of bytes from a field to the next one."""
+        assert self._memory is not None
+        nodes = self._memory.nodes
+        return nodes[TOKEN, self._number].data_ptr(), nodes.stride(0) * NODE_BYTES
+
+    def read(self) -> ModelChain:
+        """Returns the draft, which is copied from the device unless it was received."""
+        if self._memory is not None:
+            self.receive(self._memory.read(self._number))
+        assert self._chain is not None
+        return self._chain
+
+    def receive(self, nodes: NDArray[np.int32]) -> None:
+        """Takes the nodes, [fields, nodes], that were read with other results."""
+        assert self._memory is not None
+        tokens, up, scores = nodes[:, : self.limit]
+        if self._request.tree is None:
+            rows = partial(self._memory.read_rows, self._number) if self.sampled else None
+            self._chain = chain_of(self._request, tokens.tolist(), scores.view(np.float32).tolist(), rows)
+        else:
+            self._chain = tree_of(self._request, tokens, up, scores.view(np.float32))
+        self._memory = None
+
+
+def chain_of(
+    request: ChainRequest, tokens: list[int], probs: list[float], read_rows: Callable[[int], Tensor] | None
+) -> ModelChain:
+    """Returns a chain up to the first level where no token is possible, whose probability is NaN."""
+    possible = next((depth for depth, prob in enumerate(probs) if prob != prob), len(probs))
+    ids, probs, count = tokens[:possible], probs[:possible], possible
+    if request.draws is not None:
+        law = None if read_rows is None else SampledElsewhere(partial(read_rows, count))
+        return ModelChain(ids, count < request.limit, rows=law)
+    if request.end is not None:
+        reach = 1.0
+        for depth, prob in enumerate(probs):
+            reach *= request.end.rate(prob)
+            if reach < request.end.minimum(depth):
+                count, ids, probs = depth, ids[: depth + 1], probs[: depth + 1]
+                break
+    return ModelChain(ids[:count], count < request.limit, ids, probs)
+
+
+def tree_of(
+    request: ChainRequest, tokens: NDArray[np.int32], up: NDArray[np.int32], scores: NDArray[np.float32]
+) -> ModelChain:
+    """Returns a tree; nodes that it does not have come last, and their scores are -inf."""
+    count = int(np.count_nonzero(scores > -np.inf))
+    parents = (np.arange(count) - up[:count]).tolist()
+    probabilities = scores[:count].tolist()
+    return ModelChain(tokens[:count].tolist(), count < request.limit, probabilities=probabilities, parents=parents)
+
+
+class UnreadChains(Sequence[ModelChain]):
+    """Drafts of one call. Any look at one of them reads it.
+
+    Args:
+        unread: the drafts.
+    """
+
+    def __init__(self, unread: Sequence[UnreadChain]) -> None:
+        self.unread = unread
+
+    def __len__(self) -> int:
+        return len(self.unread)
+
+    @overload
+    def __getitem__(self, index: int) -> ModelChain: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ModelChain]: ...
+    def __getitem__(self, index: int | slice) -> ModelChain | list[ModelChain]:
+        if isinstance(index, slice):
+            return [chain.read() for chain in self.unread[index]]
+        return self.unread[index].read()
+
+    def __iter__(self) -> Iterator[ModelChain]:
+        return (chain.read() for chain in self.unread)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class UnreadDraft(Draft):
+    """A draft of which only bounds are known. Any look at its nodes reads it.
+
+    Args:
+        source: its nodes on the device.
+        finish: makes the draft of the nodes.
+    """
+
+    def __init__(self, source: UnreadChain, finish: Callable[[ModelChain], Draft]) -> None:
+        self.__dict__.update(source=source, _finish=finish)
+
+    source: UnreadChain
+    _finish: Callable[[ModelChain], Draft]
+
+    def read(self) -> Draft:
+        """Returns the draft, which is copied from the device unless it was received."""
+        if "_draft" not in self.__dict__:
+            self.__dict__["_draft"] = self._finish(self.source.read())
+        draft: Draft = self.__dict__["_draft"]
+        return draft
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.read(), name)
+
+    scores = property(lambda self: self.read().scores)
+    levels = property(lambda self: self.read().levels)
+    decision = property(lambda self: self.read().decision)
+
+    @property
+    def unread(self) -> bool:
+        return self.source.unread
+
+    @property
+    def limit(self) -> int:
+        return self.source.limit
+
+    @property
+    def tree_depth(self) -> int:
+        return self.source.tree_depth
