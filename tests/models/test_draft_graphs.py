@@ -185,6 +185,7 @@ def test_texts_do_not_depend_on_the_drafts(tree: Any, folder: Path, tmp_path: Pa
             draft.runner._embedding[: VOCAB // 2] *= 0.5  # type: ignore[attr-defined]  # drafts some other tokens
         plain = texts(model, Proposer(), 0)
         assert texts(model, DraftModel(draft, DraftModelConfig(tree, top_k=3)), 5) == plain
+        assert texts(model, DraftModel(draft, DraftModelConfig(tree, top_k=2, num_steps=1)), 5) == plain
         assert texts(model, HEADS_BY_NAME["EAGLE-3, few tokens"](tmp_path, {"tree": tree}), 6) == plain
 
 

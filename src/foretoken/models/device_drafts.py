@@ -54,17 +54,16 @@ class UnreadChain:
         memory: its memory.
         number: its index there.
         request: the request for it.
+
+    Attributes:
+        limit: the largest number of nodes. A tree of few levels has fewer than were requested.
     """
 
     def __init__(self, memory: DraftMemory, number: int, request: ChainRequest) -> None:
         self._memory: DraftMemory | None = memory  # None once the draft is read
         self._number, self._request = number, request
+        self.limit = min(request.limit, memory.nodes.shape[2])
         self._chain: ModelChain | None = None
-
-    @property
-    def limit(self) -> int:
-        """The largest number of nodes."""
-        return self._request.limit
 
     @property
     def tree_depth(self) -> int:
