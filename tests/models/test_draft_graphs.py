@@ -35,6 +35,7 @@ from foretoken.models.runners.cuda import runner
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.remote_wire import DraftReply, decode, encode
 
 from .test_graphs import Draft, plan
 
@@ -150,7 +151,8 @@ def test_a_draft_does_not_depend_on_its_batch(folder: Path) -> None:
             assert (alone.tokens, alone.parents) == (chain.tokens, chain.parents)
             assert alone.probabilities == chain.probabilities
             assert (alone.rows is None) == (chain.rows is None)
-            if isinstance(alone.rows, SampledElsewhere) and isinstance(chain.rows, SampledElsewhere):
+            if alone.rows is not None:
+                assert isinstance(alone.rows, SampledElsewhere) and isinstance(chain.rows, SampledElsewhere)
                 assert torch.equal(alone.rows.probs, chain.rows.probs)
 
 
@@ -187,6 +189,25 @@ def test_texts_do_not_depend_on_the_drafts(tree: Any, folder: Path, tmp_path: Pa
         assert texts(model, DraftModel(draft, DraftModelConfig(tree, top_k=3)), 5) == plain
         assert texts(model, DraftModel(draft, DraftModelConfig(tree, top_k=2, num_steps=1)), 5) == plain
         assert texts(model, HEADS_BY_NAME["EAGLE-3, few tokens"](tmp_path, {"tree": tree}), 6) == plain
+
+
+@pytest.mark.parametrize("tree", ["chain", "top_k"])
+def test_drafts_on_the_device_are_scored_again_and_sent_to_others(tree: Any, folder: Path) -> None:
+    law, streams = SamplingLaw(temperature=0.9), Streams(3)
+    with on_graphs():
+        model, proposer = llama(folder), DraftModel(llama(folder), DraftModelConfig(tree, top_k=2))
+        contexts = [Context(i, text(5 + i, i), 5 + i, law.with_temperature(0.9 * i), streams) for i in range(2)]
+        handles = [model.open(context.tokens) for context in contexts]
+        first = proposer.propose(contexts, [3, 3])
+        model.score(handles, first)
+        again = proposer.propose(contexts, [4, 4])  # the step was given up
+        assert all(draft.unread for draft in again)
+        scores = model.score(handles, again)
+        for context, draft, score in zip(contexts, again, scores, strict=True):
+            expected = model.score([model.open(context.tokens)], [draft.read()])[0].logits
+            assert len(expected) == 1 + len(draft) and torch.equal(score.logits[: len(expected)], expected)
+        sent = decode(encode(tuple(DraftReply(0, 5, (), 4, draft) for draft in proposer.propose(contexts, [4, 4]))))
+        same_drafts([draft.read() for draft in again], [reply.draft for reply in sent])
 
 
 @pytest.mark.parametrize("rows", [64, 256])

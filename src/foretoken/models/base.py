@@ -434,8 +434,11 @@ class Model(ABC):
 
 
 def growing(handle: Handle, draft: Draft) -> int:
-    """Returns the number of cached nodes of ``draft``. If it does not grow on the cached nodes, these are dropped."""
-    if not draft.limit:
+    """Returns the number of cached nodes of ``draft``, 0 if the host has not read it.
+
+    If it does not grow on the cached nodes, these are dropped.
+    """
+    if draft.unread or not draft.limit:
         handle.rewind()
         return 0
     handle.read()

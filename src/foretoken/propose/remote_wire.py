@@ -174,7 +174,9 @@ def encode(message: Message) -> bytes:
             array, start = value.detach().cpu().contiguous().numpy(), sum(map(len, chunks))
             chunks.extend((array.tobytes(), bytes(-array.nbytes % _HEADER_SIZE)))
             return {"dtype": array.dtype.name, "shape": array.shape, "start": start}
-        return {"type": type(value).__name__} | {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        # A draft on a device, of a subclass, is sent as any other.
+        kind = next(name for each in type(value).__mro__ if (name := each.__name__) in _TYPES)
+        return {"type": kind} | {f.name: getattr(value, f.name) for f in fields(value) if f.init}
 
     body = json.dumps(message, default=record).encode()
     return b"".join((len(body).to_bytes(_HEADER_SIZE, "big"), body, *chunks))
