@@ -507,6 +507,7 @@ def test_tokens_of_a_vocabulary_of_several_chunks_are_those_of_the_host() -> Non
     Steps(chooser(), 4300, ["min_p", "top_p"], 2, DEVICE).compare([0, 0], 4)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize("vocabulary, seeds", [(101, range(4)), (5000, [3])])
 def test_verdicts_on_sampled_chains_are_those_of_the_host(
     vocabulary: int, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch

@@ -259,7 +259,8 @@ class Walk:
         accepted = count
         if reached <= count or not stream.uniform(count).below(weights[count]):
             accepted = min(reached, count) - 1
-            while accepted and not _leaves(stream.uniform(accepted), weights[accepted], masses[accepted]):
+            rows = [*zip(weights, masses, results[:, 0] >= 0, strict=True)]
+            while accepted and not _leaves(stream.uniform(accepted), *rows[accepted]):
                 accepted -= 1
         pointers = (c_void_p * self._nodes.deepest).from_address(self._nodes.rows)
         levels = [row, *(TokenRow.from_address(pointers[depth]) for depth in range(accepted))]
@@ -294,12 +295,11 @@ class Walk:
                 path[depth], node = node, self.parents[node]
 
 
-def _leaves(number: Uniform, weight: float, mass: float) -> bool:
-    """Returns whether verification ends at a row with the token that follows there."""
-    if not number.below(weight):
-        return False
+def _leaves(number: Uniform, weight: float, mass: float, possible: bool) -> bool:
+    """Returns whether verification ends at a row: with the token that follows there, or because none is possible."""
     leaving = mass + (1.0 - weight)
-    return number.below(mass / leaving if leaving > 0.0 else 1.0)
+    left = mass / leaving if possible and leaving > 0.0 else 1.0
+    return number.below(weight) and number.below(left)
 
 
 def _write(row: TokenRow, results: NDArray[np.int64], listed: int) -> None:
