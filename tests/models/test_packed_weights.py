@@ -153,7 +153,9 @@ def test_rows_of_an_embedding_are_restored() -> None:
 def test_a_matrix_of_many_exponents_stays_raw() -> None:
     arena = Arena(packing_library())
     wild = (torch.randn(64, 64) * 2.0 ** torch.randint(-60, 60, (64, 64)).float()).bfloat16()
-    assert pack(arena, [wild], compress=True).matrix.kind == Kind.BFLOAT16
+    stored = [pack(arena, [wild], compress=compress).matrix for compress in (True, False)]
+    assert [matrix.kind for matrix in stored] == [Kind.BFLOAT16] * 2
+    assert len({ctypes.string_at(matrix.data, 2**13) for matrix in stored}) == 1
     tame = pack(arena, [torch.randn(64, 64).bfloat16()], compress=True)
     assert tame.matrix.kind == Kind.PACKED
     assert pack(arena, [torch.randn(64, 64)], compress=True).matrix.kind == Kind.FLOAT32
@@ -228,4 +230,12 @@ def test_freed_memory_leaves_its_neighbours_alone() -> None:
     ctypes.memset(second, 7, 9000)
     arena.free(first)
     arena.free(large)
-    assert arena.held == ((second, 9000),) and ctypes.string_at(second, 9000) == bytes([7]) * 9000
+    assert arena.allocate(0) != arena.allocate(0)
+    assert arena.held[:-2] == ((second, 9000),) and ctypes.string_at(second, 9000) == bytes([7]) * 9000
+
+
+@needs_kernels
+def test_matrices_in_12_bits_lie_side_by_side() -> None:
+    arena, weight = Arena(packing_library(), 2**22), torch.randn(64, 64).bfloat16()
+    packed = [pack(arena, [weight], compress=True).matrix for _ in range(3)]
+    assert [matrix.data - packed[0].data for matrix in packed] == [0, 64 * 64 * 3 // 2, 64 * 64 * 3]

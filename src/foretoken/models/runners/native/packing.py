@@ -58,7 +58,7 @@ class Arena:
 
     def allocate(self, size: int) -> int:
         """Returns the address of ``size`` zeroed bytes. Raises MemoryError."""
-        room = padded(size, CACHE_LINE)
+        room = padded(max(size, 1), CACHE_LINE)
         if size > self._chunk // 2:
             address = self._map(size)
         else:
@@ -229,8 +229,11 @@ def _packed(
     if isinstance(first[0], Grouped):
         matrix = _pack_groups(arena, first[0], every, outputs)
     else:
-        matrix = _pack_words(arena, every, outputs)
-        if compress and isinstance(arena, Arena) and matrix.kind == Kind.BFLOAT16:
+        smaller = compress and isinstance(first[0], Tensor) and first[0].dtype == torch.bfloat16
+        # A huge page of which a part is freed is split, so raw weights are packed in memory of their own.
+        place = Arena(arena.library, 0) if smaller else arena
+        matrix = _pack_words(place, every, outputs)
+        if smaller:
             upper = _compress(arena, matrix)
     held = {name: torch.cat(part) if isinstance(part, list) else part for name, part in vectors.items()}
     for name, tensor in held.items():
@@ -266,7 +269,7 @@ def _pack_words(arena: Arena, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]
 
 
 def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
-    """Stores a packed bfloat16 matrix in 12 bits, if few of its elements have a rare upper byte; see csrc/packed.hpp.
+    """Moves a packed bfloat16 matrix to an arena, in 12 bits if few have a rare upper byte; see csrc/packed.hpp.
 
     Returns:
         Objects that the matrix points to; empty if it is unchanged.
@@ -276,13 +279,15 @@ def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
     arena.library.foretoken_choose_bytes(matrix, table.data_ptr(), counts.data_ptr(), threads)
     total = int(counts.sum())
     if total > MAX_RAW * pairs:
+        size = matrix.units * UNIT * matrix.steps * WORD
+        source, matrix.data = matrix.data, arena.allocate(size)
+        arena.copy(matrix.data, source, size)
         return ()
     starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)).contiguous()
     raw, words = torch.zeros(max(total, 1), dtype=torch.int32), torch.empty(max(total, 1), 2 * UNIT, dtype=torch.int32)
     upper = UpperBytes(table.data_ptr(), starts.data_ptr(), raw.data_ptr(), words.data_ptr())
     data = arena.allocate(pairs * PAIR_BYTES)
     arena.library.foretoken_pack_bytes(matrix, data, upper, threads)
-    arena.free(matrix.data)
     matrix.data, matrix.kind, matrix.upper = data, Kind.PACKED, ctypes.addressof(upper)
     return upper, table, starts, raw, words
 
