@@ -215,7 +215,7 @@ def test_a_drawn_tree_gets_what_it_has_in_the_long_run(monkeypatch):
     truth = np.mean([each.tokens_per_pass for each in long])
     result = []
     for seed in range(12):
-        monkeypatch.setattr("foretoken.plan.texts.step_estimate", partial(step_estimate, seed=seed))
+        monkeypatch.setattr("foretoken.plan.replay.step_estimate", partial(step_estimate, seed=seed))
         result.append(drawn_tree_and_chain(write(TARGET, prompts, WARM, 24, seed=seed))[0])
     assert np.mean([each.tokens_per_pass for each in result]) == pytest.approx(truth, rel=0.03)
 

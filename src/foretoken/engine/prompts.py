@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import CONTEXT_LENGTH, ContextLengthExceeded, ForetokenError, InvalidRequest
 from foretoken.core.files import read_text
-from foretoken.core.restrictions import BadWords
+
+if TYPE_CHECKING:
+    from foretoken.core.restrictions import BadWords
 
 
 def read_template(file: Path | None) -> str | None:
@@ -239,6 +241,8 @@ class PromptTokenizer:
 
     def bad_words(self, words: Sequence[str]) -> BadWords:
         """Returns the tokens of each word at the start of a text and after a space. Raises InvalidRequest."""
+        from foretoken.core.restrictions import BadWords  # takes numpy, which the help of commands need not load
+
         characters = sum(map(len, words))
         if len(words) > MAX_BAD_WORDS or characters > MAX_BAD_CHARACTERS:
             raise InvalidRequest(

@@ -6,6 +6,7 @@ no option. The ``Args`` of a docstring are the help of the options.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from inspect import formatannotation
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            name, kind, limits = each.name, str(each.type), _limits(each.metadata)
+            name, limits = each.name, _limits(each.metadata)
+            kind = each.type if isinstance(each.type, str) else formatannotation(each.type)
             value, optional = getattr(self, name), kind.endswith("None")
             if kind.startswith("int"):
                 integer(name, value, **{"low": 1} | limits, optional=optional)
