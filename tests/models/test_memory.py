@@ -84,14 +84,17 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, int]]:
-    """The peak of memory while a model is loaded and what is left of it, by case."""
+    """The peak of memory while a model is loaded and what is left of it, by case.
+
+    The least of three loads: the allocator keeps up to a fifth more of freed memory in some, as threads happen to run.
+    """
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux to measure")
     small = ARCHITECTURES["llama"].save(tmp_path_factory.mktemp("small"))
-    command = [sys.executable, "-c", LOAD, str(small), str(large), json.dumps(CASES)]
+    command = [sys.executable, "-c", LOAD, str(small), str(large), json.dumps(3 * CASES)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    rows = map(json.loads, done.stdout.splitlines())
+    rows = sorted(map(json.loads, done.stdout.splitlines()), reverse=True)  # the least peak of a case is last
     return {(native, quantization): (peak, after) for native, quantization, peak, after in rows}
 
 
