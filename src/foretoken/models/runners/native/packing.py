@@ -47,6 +47,9 @@ class Arena:
     Args:
         library: Allocates.
         chunk: Bytes of the chunks from which smaller allocations are taken.
+
+    Attributes:
+        nbytes: Allocated bytes.
     """
 
     def __init__(self, library: PackingFunctions, chunk: int | None = None) -> None:
@@ -54,6 +57,7 @@ class Arena:
         self._held: dict[int, int] = {}  # sizes by address
         self._mapped: dict[int, int] = {}  # of whole mappings
         self._at = self._left = 0  # what is left of the last chunk
+        self.nbytes = 0
         weakref.finalize(self, _free, library, self._mapped)
 
     def allocate(self, size: int) -> int:
@@ -67,6 +71,7 @@ class Arena:
             address = self._at
             self._at, self._left = self._at + room, self._left - room
         self._held[address] = size
+        self.nbytes += size
         return address
 
     def _map(self, size: int) -> int:
@@ -81,14 +86,10 @@ class Arena:
         """Address and size of each allocation."""
         return tuple(self._held.items())
 
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes."""
-        return sum(self._held.values())
-
     def free(self, address: int) -> None:
         """Frees memory that ``allocate`` returned."""
         size = self._held.pop(address)
+        self.nbytes -= size
         if size > self._chunk // 2:
             self.library.foretoken_free(address, self._mapped.pop(address))
         else:
