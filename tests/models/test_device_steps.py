@@ -81,6 +81,8 @@ TEXTS = {
     "coupled": (SamplingLaw(temperature=0.05), Exactness.TRAJECTORY),
     "filtered": (SamplingLaw(temperature=0.7, top_k=12, min_p=0.01), Exactness.DISTRIBUTION),
     "penalties": (LAWS["penalties"].with_temperature(0.1), Exactness.TRAJECTORY),
+    "unscaled": (SamplingLaw(temperature=1.0), Exactness.DISTRIBUTION),
+    "unscaled coupled": (SamplingLaw(temperature=1.0), Exactness.TRAJECTORY),
 }
 
 
@@ -123,7 +125,7 @@ def finished(
     return [engine.take(number) for number in range(2)], steps
 
 
-@pytest.mark.parametrize("text", ["greedy", "sampled", "coupled", "penalties"])
+@pytest.mark.parametrize("text", ["greedy", "sampled", "coupled", "penalties", "unscaled coupled"])
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_a_step_is_three_launches_and_one_read(
     text: str, logprobs: int | None, path: Path, device: CountedDevice, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +159,7 @@ def proposer_of(drafter: str, device: CountedDevice, path: Path, folder: Path) -
 MODELS = ["draft model: chain", "draft model: top_k", "EAGLE-3, few tokens: chain", "EAGLE-3: top_k", "MTP: chain"]
 
 
-@pytest.mark.parametrize("text", ["greedy", "sampled"])
+@pytest.mark.parametrize("text", ["greedy", "sampled", "filtered", "unscaled"])
 @pytest.mark.parametrize("drafter", MODELS)
 def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
     drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path
@@ -173,7 +175,7 @@ def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
         assert sum(engine.take(number).counts.drafted for number in range(batch)) >= batch
 
 
-@pytest.mark.parametrize("text", ["greedy", "coupled", "sampled", "filtered"])
+@pytest.mark.parametrize("text", ["greedy", "coupled", "unscaled coupled", "sampled", "filtered", "unscaled"])
 @pytest.mark.parametrize("drafter", MODELS[:3])
 def test_drafts_that_stay_on_the_device_change_no_token(
     drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -183,7 +185,7 @@ def test_drafts_that_stay_on_the_device_change_no_token(
     with monkeypatch.context() as patch:
         patch.setattr(runner, "DeviceRows", Fetched)  # the host chooses and verifies
         patch.setattr(model.runner, "takes_unread", False)
-        other = proposer if text in ("sampled", "filtered") else Proposer()
+        other = proposer if TEXTS[text][1] is Exactness.DISTRIBUTION and text != "greedy" else Proposer()
         expected, read = finished(device, model, text, other, None, 10)
     assert [each.context.tokens for each in result] == [each.context.tokens for each in expected]
     if other is proposer:
