@@ -1,7 +1,5 @@
 """Speculative configurations as users write them, and the construction of proposers from them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -77,7 +75,7 @@ class SpeculativeConfig:
             parse(self.control)
 
     @classmethod
-    def of(cls, value: Mapping[str, Any] | SpeculativeConfig | None) -> Self:
+    def of(cls, value: "Mapping[str, Any] | SpeculativeConfig | None") -> Self:
         """Returns a configuration from a dict. Unknown keys raise InvalidRequest, which lists the known ones."""
         if isinstance(value, SpeculativeConfig):
             return value  # type: ignore[return-value]

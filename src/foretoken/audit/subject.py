@@ -4,8 +4,6 @@ An implementation completes prompts with and without speculation, and has its ta
 an outcome, figures and one line of evidence per check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -98,13 +96,13 @@ class Audited(Protocol):
     def reference(self, prompt: Ids, text: Ids, law: SamplingLaw) -> Tensor | None:
         """Returns the draft's distributions [n, V] along ``text``, None if ``AuditStep.q`` has them or none exist."""
 
-    def planted(self) -> Mapping[str, Audited]:
+    def planted(self) -> "Mapping[str, Audited]":
         """Returns copies with a planted error, by description. The audit must find each of them."""
 
-    def self_drafting(self) -> Audited | None:
+    def self_drafting(self) -> "Audited | None":
         """Returns the subject with its target as its own draft, None if that is impossible."""
 
-    def in_float32(self) -> Audited | None:
+    def in_float32(self) -> "Audited | None":
         """Returns the subject in float32, None if it is already or if that is impossible."""
 
 

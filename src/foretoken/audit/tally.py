@@ -13,8 +13,6 @@ neither of which is p. Under rules that verify a path as a whole, they must not 
 Power is stated at the level at which a test is used, a Bonferroni share of ``ALPHA``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -152,7 +150,7 @@ class Group:
     ranks: list[int] = field(default_factory=lambda: [0] * BINS)
     places: list[int] = field(default_factory=lambda: [0] * BINS)
 
-    def add(self, parts: Parts, at: Sequence[int]) -> None:
+    def add(self, parts: "Parts", at: Sequence[int]) -> None:
         """Adds the tokens at positions ``at`` of a text."""
         if not at:
             return

@@ -3,8 +3,6 @@
 Costs of passes are kept for the machine: a checkpoint is measured once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +54,7 @@ class Loaded:
         max_length: int | None = None,
         weight_format: str = "raw",
         kv_cache_dtype: str = "auto",
-    ) -> Loaded:
+    ) -> "Loaded":
         model = load_model(
             path,
             max_length=max_length,

@@ -1,7 +1,5 @@
 """The table of benchmarks: a race for every cell of prompts, temperature, weights and batch, kept once it is done."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -183,7 +181,7 @@ class Summary:
         return self.picked, self.plain, self.peer
 
     @staticmethod
-    def of(rows: Sequence[RaceRow]) -> Summary:
+    def of(rows: Sequence[RaceRow]) -> "Summary":
         ours, theirs = ([row for row in rows if (row.system == OURS.name) is own] for own in (True, False))
         picked = [row for row in ours if row.method != "plain" and not _is_default(row)]
         return Summary(

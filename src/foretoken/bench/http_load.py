@@ -4,8 +4,6 @@ Prompts are short, long, with a shared beginning, or those of agents on one begi
 load in place of ours, for figures that others can check.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -45,7 +43,7 @@ class Percentiles:
     p99: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Percentiles | None:
+    def of(cls, values: Iterable[float]) -> "Percentiles | None":
         """Returns the percentiles of values, None without any."""
         seconds = list(values)
         return cls(*(float(value) for value in np.quantile(seconds, (0.5, 0.9, 0.99)))) if seconds else None
@@ -70,7 +68,7 @@ class LoadResult:
     error: str | None = None  # the first error, if any request failed
 
     @classmethod
-    def of(cls, workload: str, concurrency: int, replies: Sequence[Reply], seconds: float) -> LoadResult:
+    def of(cls, workload: str, concurrency: int, replies: Sequence[Reply], seconds: float) -> "LoadResult":
         """Returns the figures of replies that took ``seconds`` together."""
         done = [reply for reply in replies if isinstance(reply, ServerAnswer) and reply.arrivals]
         errors = [reason for reply in replies if (reason := _failure(reply))]

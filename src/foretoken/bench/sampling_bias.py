@@ -5,8 +5,6 @@ over all sampled tokens and divided by its standard error, it is approximately s
 target's distribution. Texts that are too likely, or not likely enough, have a large value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +29,7 @@ class SamplingBias:
         """The excess in standard errors."""
         return self.excess / self.variance**0.5 if self.variance else 0.0
 
-    def __add__(self, other: SamplingBias) -> SamplingBias:
+    def __add__(self, other: "SamplingBias") -> "SamplingBias":
         return SamplingBias(self.tokens + other.tokens, self.excess + other.excess, self.variance + other.variance)
 
 

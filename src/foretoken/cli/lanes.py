@@ -1,7 +1,5 @@
 """Output of the demo: two lanes that fill while they are measured, or plain blocks without a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -65,7 +63,7 @@ class Lane:
         return f"mean acceptance {self.run.output.stats.mean_acceptance_length:.2f}"
 
 
-def stage(console: Console, *, quiet: bool = False) -> Stage:
+def stage(console: Console, *, quiet: bool = False) -> "Stage":
     """Returns two live lanes on a wide terminal, blocks of text elsewhere, and only progress if ``quiet``."""
     if quiet:
         return Stage(console)

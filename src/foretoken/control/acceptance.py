@@ -4,8 +4,6 @@
 rank. Both decay, and start from what other requests of the same kind showed.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -33,11 +31,11 @@ class Rates:
         memory: Nodes of a cell that count.
     """
 
-    def __init__(self, prior: Rates | None = None, strength: float = 4.0, memory: float = 400.0) -> None:
+    def __init__(self, prior: "Rates | None" = None, strength: float = 4.0, memory: float = 400.0) -> None:
         self._prior, self._strength, self._memory = prior, strength, memory
         self._counts: dict[int, list[float]] = {}  # by cell: accepted, all
 
-    def for_request(self) -> Rates:
+    def for_request(self) -> "Rates":
         """Returns the rates of one request, which start from these."""
         return Rates(self, strength=8.0, memory=48.0)
 
@@ -191,7 +189,7 @@ class Survival:
     def __init__(
         self,
         max_rank: int,
-        prior: Survival | None = None,
+        prior: "Survival | None" = None,
         memory: float | None = None,
         tuning: Tuning = TUNING,
     ) -> None:

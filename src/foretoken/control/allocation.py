@@ -1,7 +1,5 @@
 """Draft lengths of a model for all requests of a step: the most expected tokens per measured second."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,7 +25,7 @@ class LengthCandidates:
     exists: Sequence[Sequence[float]]
 
     @staticmethod
-    def of(survivals: Sequence[Survival], caps: Sequence[int], missed: Sequence[float]) -> LengthCandidates:
+    def of(survivals: Sequence[Survival], caps: Sequence[int], missed: Sequence[float]) -> "LengthCandidates":
         """Returns candidates with these estimates."""
         accepted, exists = [of.accepted() for of in survivals], [of.exists() for of in survivals]
         return LengthCandidates(caps, missed, accepted, exists)

@@ -3,8 +3,6 @@
 Memory is that of the machine, its control groups, its address space, and a GPU.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence
@@ -57,7 +55,7 @@ class TimeMark:
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
 
-    def since(self, earlier: TimeMark) -> float:
+    def since(self, earlier: "TimeMark") -> float:
         """Returns the seconds since an earlier mark; those of the host while the device has not reached this one."""
         if self._event is None or earlier._event is None or not self._event.query():
             return self._seconds - earlier._seconds

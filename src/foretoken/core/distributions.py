@@ -1,7 +1,5 @@
 """Target distributions at the nodes of a draft: the interface ``Law``, and rows that are computed lazily."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -93,7 +91,7 @@ class Law(Protocol):
         """Returns the error that ends a request at a node where no token is possible. logits: [V]"""
         return not_finite()
 
-    def with_temperature(self, temperature: float) -> Law:
+    def with_temperature(self, temperature: float) -> "Law":
         """Returns the same parameters at another temperature, for a draft with a temperature of its own."""
         ...
 

@@ -1,7 +1,5 @@
 """Errors that a user can cause. The command line prints them as a single line."""
 
-from __future__ import annotations
-
 CONTEXT_LENGTH, ENCODER_LENGTH = "the model's context length is", "the encoder reads at most"
 _LONGEST = 300  # characters of another library's message
 
@@ -44,7 +42,7 @@ class ContextLengthExceeded(InvalidRequest):
     @classmethod
     def of(
         cls, what: str, tokens: int, limit: int, phrase: str = CONTEXT_LENGTH, param: str = "prompt"
-    ) -> ContextLengthExceeded:
+    ) -> "ContextLengthExceeded":
         """Returns the error for ``what``, such as "the prompt". phrase: words before the limit."""
         together = ", prompt and output together; shorten it or raise max_model_len"
         return cls(

@@ -1,7 +1,5 @@
 """Reading and writing files: atomic files and directories, JSON, and the folder that is kept between runs."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

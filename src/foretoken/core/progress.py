@@ -1,7 +1,5 @@
 """Progress on stderr: a bar on a terminal, else a line now and then."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -54,7 +52,7 @@ class Reporter:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
-    def __enter__(self) -> Reporter:
+    def __enter__(self) -> "Reporter":
         if self._bar is not None:
             self._bar.start()
         return self

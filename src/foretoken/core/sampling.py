@@ -5,8 +5,6 @@ and presence penalties, temperature, min-p, top-k, top-p. Temperature 0 is the o
 lowest id on ties.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -147,7 +145,7 @@ class SamplingLaw:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def with_temperature(self, temperature: float) -> SamplingLaw:
+    def with_temperature(self, temperature: float) -> "SamplingLaw":
         return replace(self, temperature=temperature)
 
     @cached_property

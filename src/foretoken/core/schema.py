@@ -1,7 +1,5 @@
 """Schemas of JSON files: the type and range of each field, with one-line errors; and walks through JSON schemas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from reprlib import Repr

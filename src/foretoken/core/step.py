@@ -1,7 +1,5 @@
 """Output of one decode step, which statistics, streams, controllers and benchmarks read, and acceptance by position."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +27,7 @@ class PositionCounts:
         for position in range(accepted):
             self.accepted[position] += 1
 
-    def merge(self, other: PositionCounts) -> None:
+    def merge(self, other: "PositionCounts") -> None:
         self._extend(len(other.drafted))
         for position, (drafted, accepted) in enumerate(zip(other.drafted, other.accepted, strict=True)):
             self.drafted[position] += drafted

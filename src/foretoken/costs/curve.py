@@ -1,7 +1,5 @@
 """Measured seconds by size: of a forward pass by its rows, of drafting by its depth."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
@@ -33,7 +31,7 @@ class Curve:
         self._line: tuple[list[float], list[float]] | None = None  # sizes and seconds to interpolate, None: changed
 
     @staticmethod
-    def of(points: Mapping[int, float], *, exact: bool = False) -> Curve:
+    def of(points: Mapping[int, float], *, exact: bool = False) -> "Curve":
         """Returns the curve through seconds by size."""
         curve = Curve(exact=exact)
         for size, seconds in points.items():

@@ -1,7 +1,5 @@
 """Seconds of forward passes by rows, batch and context, measured once for a checkpoint and kept for the machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +25,7 @@ class TimeSpread:
     turns: int
 
     @staticmethod
-    def of(seconds: Sequence[float]) -> TimeSpread:
+    def of(seconds: Sequence[float]) -> "TimeSpread":
         """Returns the spread of the seconds of each turn."""
         return TimeSpread(median(seconds), min(seconds), max(seconds), len(seconds))
 
@@ -82,7 +80,7 @@ class MeasuredCosts:
     passes: tuple[PassCost, ...] = ()
 
     @staticmethod
-    def load(name: str, identity: str) -> MeasuredCosts:
+    def load(name: str, identity: str) -> "MeasuredCosts":
         """Returns the saved costs; none if no file exists or it is damaged."""
         empty = MeasuredCosts(name, identity)
         try:
@@ -106,7 +104,7 @@ class MeasuredCosts:
         points = {cost.rows: cost.seconds.median for cost in known if cost.context == nearest}
         return Curve.of(points, exact=True).at(rows)
 
-    def merged(self, passes: Sequence[PassCost]) -> MeasuredCosts:
+    def merged(self, passes: Sequence[PassCost]) -> "MeasuredCosts":
         """Returns the costs with ``passes``, which replace older ones of the same shape."""
         known = {cost.shape: cost for cost in (*self.passes, *passes)}
         return replace(self, passes=tuple(known[shape] for shape in sorted(known)))

@@ -1,7 +1,5 @@
 """The clock of decode steps."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -6,8 +6,6 @@ heads read, and the tokenizer. ``benchmarks/footprint.py`` compares it with meas
 The memory of KV caches is divided between target and proposer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

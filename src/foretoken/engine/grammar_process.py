@@ -5,8 +5,6 @@ stopped. So one process holds the vocabulary and forks one process for each gram
 process for each sequence that follows it. See ``core.forking``.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +56,7 @@ class GrammarServer:
         self._limits = limits or GrammarLimits()
         self.process = ForkServer("foretoken.engine.grammar_process", lambda: (vocabulary(), self._limits))
 
-    def compile(self, spec: Mapping[str, Any]) -> ForkedGrammar:
+    def compile(self, spec: Mapping[str, Any]) -> "ForkedGrammar":
         """Compiles a grammar in its own process. Raises InvalidRequest."""
         connection = self.process.fork()
         reply = ask(connection, spec, _TIMEOUT)
@@ -87,7 +85,7 @@ class ForkedGrammar:
         """See ``CompiledGrammar``. The process sends replies only, so anything to read is an end of file."""
         return not self._connection.poll()
 
-    def follower(self) -> ProcessFollower:
+    def follower(self) -> "ProcessFollower":
         """See ``CompiledGrammar``. The follower's process is forked on its first use."""
         return ProcessFollower(self._connection, self._limits)
 

@@ -1,7 +1,5 @@
 """transformers' logits processors as a sampling law."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,7 +91,7 @@ class ProcessorLaw(Law):
             return one_hot.masked_fill_(scores.isnan().any(-1, keepdim=True), torch.nan)
         return (scores / self.temperature).softmax(-1)
 
-    def with_temperature(self, temperature: float) -> ProcessorLaw:
+    def with_temperature(self, temperature: float) -> "ProcessorLaw":
         return replace(self, temperature=temperature, record=False)
 
     def _process(self, logits: Tensor, history: History) -> Tensor:

@@ -1,7 +1,5 @@
 """Turns a user's request into sequences of the engine, and their steps into outputs and pieces of them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

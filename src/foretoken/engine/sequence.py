@@ -1,7 +1,5 @@
 """One sequence in the engine: its tokens, the statistics of its steps, and log-probabilities of its prompt."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence as Many
@@ -33,7 +31,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
     @staticmethod
-    def of(row: native.TokenRow) -> TokenLogprobs:
+    def of(row: native.TokenRow) -> "TokenLogprobs":
         """Returns the log-probabilities that the kernels computed of a row."""
         return TokenLogprobs(row.token, row.logprob, row.rank, row.top)
 
@@ -101,7 +99,7 @@ class Sequence:
     handle: Handle = field(default_factory=lambda: Handle(-1, []))
     finish_reason: str | None = None
     error: Exception | None = None
-    counts: Counts = field(default_factory=lambda: Counts())
+    counts: "Counts" = field(default_factory=lambda: Counts())
     run: AcceptanceRun = field(default_factory=AcceptanceRun)
     alarm: str | None = None
     recorded: list[TokenLogprobs] = field(default_factory=list)

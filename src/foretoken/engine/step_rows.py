@@ -4,8 +4,6 @@ A sequence's request is prepared in its first step. Later steps set what has cha
 in a step is mostly not in the processor's caches.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
@@ -58,7 +56,7 @@ class SequenceRow:
                 self.row.list_top(min(logprobs, self._vocabulary))
 
     @classmethod
-    def of(cls, sequence: Running, rule: Rule, scores: Scores) -> SequenceRow | None:
+    def of(cls, sequence: Running, rule: Rule, scores: Scores) -> "SequenceRow | None":
         """Returns the request of a sequence; None if its verifier may choose another token than the kernels."""
         context = sequence.context
         if not isinstance(context.streams, Streams) or rule(PointMass(), context.exactness) not in DRAWING:

@@ -1,7 +1,5 @@
 """One sequence's part of a decode step. A failure in it ends this sequence alone."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
@@ -63,7 +61,7 @@ class VerifiedDraft:
     @staticmethod
     def of(
         sequence: Sequence, budget: int, draft: Draft, scores: Scores, computed: ComputedTokens | None, rule: Rule
-    ) -> VerifiedDraft:
+    ) -> "VerifiedDraft":
         """Verifies a draft with the verifier that its law and the request's grade require."""
         if isinstance(draft, UnreadDraft):
             draft = draft.read()

@@ -1,7 +1,5 @@
 """Drafts that stay on a device until the host reads them, mostly with the results of the pass that verifies them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import overload

@@ -1,7 +1,5 @@
 """The first layers of a model and its head as a draft model (LayerSkip, 2404.16710); all weights are shared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,7 @@ class Exit:
     adapter: Tensor | None = None
 
     @staticmethod
-    def load(path: Path) -> Exit:
+    def load(path: Path) -> "Exit":
         """Reads a trained exit: ``exit_layer`` of config.json, ``norm.weight`` and ``adapter.weight``.
 
         Raises ModelLoadError if the checkpoint is not an exit's, or is damaged.

@@ -4,8 +4,6 @@ The encoder is a stack whose rows see all others. Each layer of the decoder atte
 and values are computed once per source, in a separate cache, and never moved (csrc/mixer_cross.hpp).
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import abstractmethod
 from array import array

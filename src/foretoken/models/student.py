@@ -3,8 +3,6 @@
 A differentiable copy learns from the distributions that the target computed.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Candidates of a plan (speculative configurations and their draft lengths), and the prediction for each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -135,7 +133,7 @@ class PlanRow:
         plain_seconds: float,
         step_seconds: float,
         **facts: Any,
-    ) -> PlanRow:
+    ) -> "PlanRow":
         """Returns the row of a candidate at one draft length.
 
         Args:

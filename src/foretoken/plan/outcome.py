@@ -1,7 +1,5 @@
 """A plan as data (a row for every configuration, temperature and batch, and the choices), and its terminal output."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -49,7 +47,7 @@ class Plan:
     remote_drafting: tuple[RemoteDraftingEstimate, ...] = ()  # drafting on another machine, if requested
 
     @classmethod
-    def of(cls, rows: Sequence[PlanRow], **facts: Any) -> Plan:
+    def of(cls, rows: Sequence[PlanRow], **facts: Any) -> "Plan":
         """Returns a plan with a choice for each temperature and batch, in the order of the rows. facts: other fields.
 
         The fastest row of each is marked as the best if its speedup exceeds 1.

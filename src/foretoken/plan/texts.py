@@ -1,7 +1,5 @@
 """Texts that the target samples after the prompts, their logits in one pass, and counts of steps on them."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -37,7 +35,7 @@ class SampledText:
     source: tuple[int, ...] = ()  # the encoder's input, for encoder-decoders
 
     @classmethod
-    def of(cls, context: Context, limit: int) -> SampledText:
+    def of(cls, context: Context, limit: int) -> "SampledText":
         """Returns the completion of a context so far."""
         at = context.prompt_length
         return cls(tuple(context.tokens[:at]), tuple(context.tokens[at:]), limit, context.source)
@@ -162,7 +160,7 @@ class AcceptanceEstimate:
             return math.inf
         return math.sqrt(1 + self.draws) * ratio_interval(self.tokens, self.steps).width
 
-    def times(self, factor: float) -> AcceptanceEstimate:
+    def times(self, factor: float) -> "AcceptanceEstimate":
         """Returns the estimate with tokens per pass multiplied by ``factor``, but at least 1, by scaling the steps."""
         factor = max(factor, 1.0 / self.tokens_per_pass)
         return replace(self, tallies=tuple(replace(each, steps=each.steps / factor) for each in self.tallies))

@@ -5,8 +5,6 @@ acceptance, cut at the length and scaled to agree with the shorter one. Step tim
 candidate alternates with plain decoding in a second process, so that a machine that slows down slows both.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -53,7 +51,7 @@ class VllmCandidate(Candidate):
         name: str = "",
         additional: Mapping[str, Any] | None = None,
         max_depth: int = CHAIN[-1],
-    ) -> VllmCandidate:
+    ) -> "VllmCandidate":
         """Returns a candidate from vLLM's speculative_config. name: by default the method and the model's folder.
 
         max_depth: if ``config`` has no draft length. Raises InvalidRequest for one without a method, or a wrong length.

@@ -5,8 +5,6 @@ characters, special tokens, the empty text) all get the name ``OTHER``, which is
 that each position has one name for every outcome.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +30,7 @@ class DraftCounts:
     steps: float | None = None  # steps that verified a draft
     by_position: tuple[float, ...] = ()
 
-    def plus(self, other: DraftCounts, sign: float = 1.0) -> DraftCounts:
+    def plus(self, other: "DraftCounts", sign: float = 1.0) -> "DraftCounts":
         """Returns the sum, or with ``sign`` -1 the difference."""
         steps = None if self.steps is None or other.steps is None else self.steps + sign * other.steps
         positions = zip_longest(self.by_position, other.by_position, fillvalue=0.0)
@@ -78,7 +76,7 @@ class ServerCounters:
     generated: float | None = None  # tokens of all requests
     accept_length: float | None = None  # SGLang's gauge of tokens per pass, over its latest passes
 
-    def since(self, earlier: ServerCounters, tokens: float) -> DraftCounts | None:
+    def since(self, earlier: "ServerCounters", tokens: float) -> DraftCounts | None:
         """Returns the counts since ``earlier``, None if the server has no counters.
 
         A gauge becomes counts by the number of ``tokens`` generated since. It does not say how many tokens were
@@ -92,7 +90,7 @@ class ServerCounters:
         return DraftCounts(accepted, accepted)
 
     @staticmethod
-    def of(page: str) -> ServerCounters:
+    def of(page: str) -> "ServerCounters":
         """Returns the counters of a page, summed over engines and models."""
         sums: dict[str, float] = {}
         positions: dict[int, float] = {}

@@ -1,7 +1,5 @@
 """Interface of proposers. A proposer sees contexts and hidden states as data, and may be wrong, late or absent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +31,7 @@ class Needs:
     ranks: int = 0
 
     @staticmethod
-    def union(needs: Iterable[Needs]) -> Needs:
+    def union(needs: "Iterable[Needs]") -> "Needs":
         all_needs = list(needs)
         taps = tuple(sorted({tap for each in all_needs for tap in each.taps}))
         live_steps, logits = (any(getattr(each, name) for each in all_needs) for name in ("live_steps", "logits"))
@@ -96,7 +94,7 @@ class Proposer:
         """Called when a sequence ends or is preempted. Does nothing for an unknown one."""
 
     @property
-    def timed_part(self) -> Proposer | None:
+    def timed_part(self) -> "Proposer | None":
         """The part whose drafts warm-up times on a synthetic prompt.
 
         None if drafting takes no time, or everything would learn from the prompt.
@@ -117,7 +115,7 @@ class Proposer:
         """Enables prefix caching within ``max_bytes``; see ``Model.enable_prefix_cache``."""
 
     @staticmethod
-    def enable_prefix_caches(members: Iterable[Proposer], max_bytes: int) -> None:
+    def enable_prefix_caches(members: "Iterable[Proposer]", max_bytes: int) -> None:
         """Divides ``max_bytes`` among several proposers in proportion to their bytes per token."""
         members = list(members)
         each = max(1, sum(member.kv_bytes_per_token for member in members))

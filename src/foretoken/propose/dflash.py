@@ -12,8 +12,6 @@ small products. The confidence head estimates the acceptance of each token befor
 where it would hardly be accepted, and the output stays exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ Early exit (LayerSkip, 2404.16710) has no second model and no copy of the weight
 2502.10424) need no training and no download.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ All growers are driven in one way: until ``done``, the model scores ``growing()`
 of the new nodes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Proposers that read the target's hidden states with a small network: what they keep of each sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,7 +39,7 @@ class HeadGrowth(GrowthConfig):
     def __post_init__(self) -> None:
         GrowthConfig.__post_init__(self if self.tree is not None else replace(self, tree="sampled"))
 
-    def suited(self, net: DraftNet) -> HeadGrowth:
+    def suited(self, net: DraftNet) -> "HeadGrowth":
         """Returns the configuration for a head, with the tree that suits it where none is named."""
         if self.tree is not None:
             return self

@@ -6,8 +6,6 @@ of the current text; the neighbours in the array are all occurrences of every sh
 still grows is not sorted: one vectorized comparison scans it (100,000 tokens in about 60 us).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,11 +37,11 @@ class Matches:
     following: Ids
 
     @staticmethod
-    def none() -> Matches:
+    def none() -> "Matches":
         return _NONE
 
     @staticmethod
-    def best(parts: Iterable[Matches], limit: int) -> Matches:
+    def best(parts: "Iterable[Matches]", limit: int) -> "Matches":
         """Returns the ``limit`` longest matches of several texts. On equal lengths earlier parts come first."""
         nonempty = [part for part in parts if len(part.lengths)]
         if len(nonempty) < 2:

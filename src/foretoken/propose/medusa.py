@@ -3,8 +3,6 @@
 They read the last hidden state. The best tree of their candidates is drafted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Multi-token prediction (DeepSeek-V3, 2412.19437): layers that ship inside the ta
 also read the target's keys and values. Trees grow as EAGLE's do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

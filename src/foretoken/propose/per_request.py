@@ -3,8 +3,6 @@
 Requests of a proposer that failed continue without drafts, at the cost of speed alone.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections import Counter

@@ -4,8 +4,6 @@ Every row of target logits ranks the successors of its token. They are kept in a
 one ``cache_salt``, and a draft is a tree read from it: 2 MB for 65,536 tokens, and no model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,7 +98,7 @@ class Successors:
     compiled: dict[bool, native.SuccessorTable]
 
     @staticmethod
-    def new(vocab_size: int, top_k: int, start: NDArray[np.int32] | None) -> Successors:
+    def new(vocab_size: int, top_k: int, start: NDArray[np.int32] | None) -> "Successors":
         """Returns a table that starts from ``start`` [V, k], or an empty one."""
         table = np.full((vocab_size, top_k), _NONE, dtype=np.int32)
         if start is not None:

@@ -5,8 +5,6 @@ unknown types and fields are errors. JSON represents every float exactly and ten
 received draft equals the sent one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -40,7 +38,7 @@ class OpenSession:
     cache_salt: str | None = None
 
     @staticmethod
-    def of(session_id: int, context: Context) -> OpenSession | None:
+    def of(session_id: int, context: Context) -> "OpenSession | None":
         """Returns the message for ``context``, or None if its distribution is not a ``SamplingLaw``.
 
         A grammar is not sent: the worker drafts without it.

@@ -5,8 +5,6 @@ Each shard has ``text-N.bin`` and ``order-N.bin``, see ``SuffixArray``. Shards b
 whatever the total size.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap
@@ -119,7 +117,7 @@ class Datastore:
         self.shards, self.tokens = tuple(shards), tokens
 
     @classmethod
-    def open(cls, folder: str | Path, tokenizer: Any) -> Datastore:
+    def open(cls, folder: str | Path, tokenizer: Any) -> "Datastore":
         """Maps the files without reading them.
 
         Raises:

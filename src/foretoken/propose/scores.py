@@ -5,8 +5,6 @@ draft's distribution q at the position, and possibly its hidden state, but never
 draft is then a stopping time, and verification stays exact (non-anticipation).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -58,7 +56,7 @@ class AcceptanceHead:
         return int(self.up.shape[1]) - EXTRA
 
     @staticmethod
-    def load(path: Path, device: torch.device) -> AcceptanceHead:
+    def load(path: Path, device: torch.device) -> "AcceptanceHead":
         """Returns the head of a folder. Raises ModelLoadError where it holds none, or a damaged one."""
         config = load_config(path)
         hidden, units = config.get("hidden_size"), config.get("intermediate_size")

@@ -4,8 +4,6 @@ Prompt lookup copies what followed the latest occurrence of the longest n-gram t
 (2411.04975) drafts a tree of what followed; earlier outputs are in a searchable store with bounded memory.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A text with its positions sorted by context, for fast searches: a suffix array of the reversed text."""
 
-from __future__ import annotations
-
 import mmap
 from bisect import bisect_left
 from typing import Any
@@ -28,7 +26,7 @@ class SuffixArray:
         self._raw: NDArray[Any] = np.frombuffer(text, f"=u{width}")  # byte order swapped: enough for equality
 
     @classmethod
-    def build(cls, tokens: Ids, depth: int) -> SuffixArray:
+    def build(cls, tokens: Ids, depth: int) -> "SuffixArray":
         """Sorts ``tokens`` [N] by contexts of at least ``depth`` tokens, in about 0.5 us and 40 bytes of memory a
         token.
         """

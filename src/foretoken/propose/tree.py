@@ -6,8 +6,6 @@ node's score is the log of the draft's estimate of it, the sum over its path. Sc
 nodes of a tree always contain their own ancestors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ Two methods are unions: "auto", the default, of the sources that need no model, 
 any; and "mixture", of any sources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,7 +165,7 @@ class Union(Proposer):
         self._observers = [source for source in sources if getattr(type(source.proposer), "observe", None) is not base]
 
     @staticmethod
-    def of(proposer: Proposer, policy: DraftPolicy) -> Union:
+    def of(proposer: Proposer, policy: DraftPolicy) -> "Union":
         """Returns a union of one proposer, or the proposer if it is a union."""
         return (
             proposer

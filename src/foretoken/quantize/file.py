@@ -3,8 +3,6 @@
 Matrices are quantized to a grid for each type, with codes to the nearest or by GPTQ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,7 +163,7 @@ class Described:
     title: str
 
     @staticmethod
-    def of(config: Mapping[str, Any], tokenizer: Any, ends: Sequence[int], title: str) -> Described:
+    def of(config: Mapping[str, Any], tokenizer: Any, ends: Sequence[int], title: str) -> "Described":
         """Returns the description of a checkpoint. Raises InvalidRequest if GGUF has no such architecture here."""
         kind = config.get("model_type")
         name = WRITTEN.get(str(kind))

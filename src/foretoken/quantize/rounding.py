@@ -1,7 +1,5 @@
 """Schemes by name, and rounding to codes of few bits: scales by least squares, codes to the nearest or by GPTQ."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +31,7 @@ class Scheme:
     gguf: bool = False
 
     @staticmethod
-    def of(name: str) -> Scheme:
+    def of(name: str) -> "Scheme":
         """Returns the scheme of a name in any case. Raises InvalidRequest for an unknown name."""
         scheme_name = {scheme.lower(): scheme for scheme in SCHEMES}.get(name.lower())
         if scheme_name is None:
@@ -183,7 +181,7 @@ class Curvature:
     factor: Tensor
 
     @staticmethod
-    def of(hessian: Tensor) -> Curvature:
+    def of(hessian: Tensor) -> "Curvature":
         """Returns the curvature for a sum of x x^T over inputs x, float32 [in, in]."""
         importance = hessian.diagonal().clone()
         order = importance.argsort(descending=True, stable=True)

@@ -1,7 +1,5 @@
 """Quantizes a checkpoint: reads it layer by layer, rounds, and writes another one atomically, or into the cache."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tempfile
@@ -59,7 +57,7 @@ class SourceCheckpoint:
     shapes: dict[str, tuple[int, ...]]
 
     @staticmethod
-    def open(path: Path, scheme: Scheme) -> SourceCheckpoint:
+    def open(path: Path, scheme: Scheme) -> "SourceCheckpoint":
         """Opens a checkpoint. Raises InvalidRequest if the scheme does not fit it."""
         config = load_config(path)
         kind = config.get("model_type")

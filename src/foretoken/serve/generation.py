@@ -1,7 +1,5 @@
 """One request from its queueing to its last piece, between the engine's thread and the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
@@ -59,7 +57,7 @@ class Generation:
     def __init__(
         self,
         built: Sequence[BuiltRequest],
-        release: Callable[[Generation, bool], None],
+        release: "Callable[[Generation, bool], None]",
         *,
         priority: int = 0,
         identifier: str = "",

@@ -1,7 +1,5 @@
 """The request bodies of /v1/messages and /v1/messages/count_tokens, and their conversion to chats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
@@ -161,7 +159,7 @@ class CustomTool(Body):
     input_examples: JsonValue = None
 
     @model_validator(mode="after")
-    def _closed(self) -> CustomTool:
+    def _closed(self) -> "CustomTool":
         check_strict(self.strict, self.input_schema, f"tool {self.name!r}", "input_schema")
         return self
 

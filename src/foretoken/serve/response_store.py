@@ -1,7 +1,5 @@
 """Stored responses, in memory of bounded size."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -29,7 +27,7 @@ class StoredResponse:
         return len(self.response) + len(self.inputs) + len(self.outputs)
 
     @classmethod
-    def of(cls, response: Mapping[str, Any], inputs: Sequence[Any], owner: str | None) -> StoredResponse:
+    def of(cls, response: Mapping[str, Any], inputs: Sequence[Any], owner: str | None) -> "StoredResponse":
         outputs = response["output"]
         return cls(
             response=json.dumps(response).encode(),

@@ -4,8 +4,6 @@ Fields of other servers and APIs that would change the text and have no equivale
 ignoring them would return another text than the client asked for.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -316,7 +314,7 @@ class StructuredOutputs(Body):
     whitespace: bool | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> StructuredOutputs:
+    def _one(self) -> "StructuredOutputs":
         forms = {"json": self.json_, **{name: getattr(self, name) for name in _FORMS}}
         if sum(value is not None for value in forms.values()) != 1:
             raise PydanticCustomError(
@@ -338,7 +336,7 @@ class JsonSchema(Body):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _closed(self) -> JsonSchema:
+    def _closed(self) -> "JsonSchema":
         check_strict(self.strict, self.schema_, f"response_format {self.name!r}", "schema")
         return self
 
@@ -448,7 +446,7 @@ class Generate(Sampling):
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _options(self) -> Generate:
+    def _options(self) -> "Generate":
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "stream_options is only allowed with stream: true")
         if self.prompt_logprobs is not None and self.stream:

@@ -1,7 +1,5 @@
 """A frozen target in transformers, and windows of text with its outputs: hidden states, or most likely next tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import time
@@ -92,7 +90,7 @@ class FrozenTarget:
         logits: Tensor = self.model(ids.to(self.device), use_cache=False).logits
         return logits
 
-    def batch(self, ids: Tensor, states: Tensor, layers: tuple[int, ...]) -> TrainBatch:
+    def batch(self, ids: Tensor, states: Tensor, layers: tuple[int, ...]) -> "TrainBatch":
         return TrainBatch(ids, states, layers, self.embeddings, self.head, self.softcap)
 
     def _check(self) -> None:
@@ -201,7 +199,7 @@ class HiddenStateDataset:
     def __len__(self) -> int:
         return len(self.windows)
 
-    def with_target(self, target: FrozenTarget) -> HiddenStateDataset:
+    def with_target(self, target: FrozenTarget) -> "HiddenStateDataset":
         """Returns the same windows with another target's hidden states, none of them on disk."""
         return HiddenStateDataset(target, self.windows, self.layers[:-1], self.folder, 0, "")
 

@@ -1,7 +1,5 @@
 """``foretoken train eagle3|peagle|mtp|dflash|...``: trains a head on text that the target sampled."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +119,7 @@ def train_head(
         return run.write(arguments, corpus.name, training.save, "--data", **facts)
 
 
-def _new_head(role: str, settings: Any, target: FrozenTarget, text: Tensor, earlier: EarlierHead | None) -> Head:
+def _new_head(role: str, settings: Any, target: FrozenTarget, text: Tensor, earlier: "EarlierHead | None") -> Head:
     """Returns a head for the tokens of ``text``, with the weights of an earlier one if there is one."""
     counts = torch.bincount(text.flatten(), minlength=target.vocab)
     if earlier is None:
@@ -131,7 +129,7 @@ def _new_head(role: str, settings: Any, target: FrozenTarget, text: Tensor, earl
     return head
 
 
-def _arguments(settings: Any, data: HeadConfig, earlier: EarlierHead | None, hold: float | None) -> str:
+def _arguments(settings: Any, data: HeadConfig, earlier: "EarlierHead | None", hold: float | None) -> str:
     """Returns the options of ``foretoken train`` for a head that differ from their defaults."""
     arguments = f"{changed_options(settings)} {changed_options(data)}"
     arguments += f" --start {earlier.folder.name}" if earlier is not None else ""

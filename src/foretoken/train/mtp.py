@@ -5,8 +5,6 @@ keys, whatever the target's are, and with experts if the target is a mixture of 
 load it only beside a Qwen3.5 target with the same sizes. A target's own layer, if it has one, is where training starts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training loop of all models: optimizers (Muon among them), compiled steps, schedule, progress, checkpoints."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import signal
@@ -279,7 +277,7 @@ class Trainer:
         backward: LossFn,
         evaluate: Callable[[], dict[str, float]],
         report: Reporter,
-        interrupt: _Interrupt,
+        interrupt: "_Interrupt",
     ) -> None:
         """Takes steps until the schedule, the patience or Ctrl-C ends the run."""
         next_evaluation, stop = self.elapsed + self.config.evaluate_every_seconds, interrupt.requested
@@ -362,7 +360,7 @@ class _Interrupt:
         self.requested = False
         self._main = threading.current_thread() is threading.main_thread()
 
-    def __enter__(self) -> _Interrupt:
+    def __enter__(self) -> "_Interrupt":
         if self._main:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
         return self

@@ -12,8 +12,6 @@ The exact verifier follows from the draft's distribution and the grade of exactn
 Lossy verifiers, like ``typical``, are used only by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import assert_never
 

@@ -4,8 +4,6 @@ With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), E[accepted] = sum_i 
 rejection. It is also exact when the draft's length is a stopping time.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from foretoken.core.distributions import NodeDistributions

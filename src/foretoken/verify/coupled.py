@@ -1,7 +1,5 @@
 """The trajectory grade (2408.07978): the emitted token is argmax(log p + G[seed, position]) for every draft."""
 
-from __future__ import annotations
-
 from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict

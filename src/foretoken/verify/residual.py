@@ -1,7 +1,5 @@
 """Shared parts of the verifiers for sampled drafts: the rows of q, the ratio p/q, and the excess (p - q)+."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The target's distributions as a verifier reads them: a tensor [n+1, V], or lazily computed rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

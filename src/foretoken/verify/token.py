@@ -1,7 +1,5 @@
 """Rejection sampling of a sampled chain, token by token (2211.17192, algorithm 1; 2302.01318, algorithm 2)."""
 
-from __future__ import annotations
-
 from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict

@@ -4,8 +4,6 @@ All of them require that the number of a node's children is decided before any o
 node is removed. Apart from that, the shape may depend on anything sampled before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count

@@ -3,8 +3,6 @@
 It is used only for requests that name it, and their outputs are labelled with it.
 """
 
-from __future__ import annotations
-
 import torch
 
 from foretoken.core.draft import Draft

@@ -4,8 +4,6 @@ E[accepted] is the sum over nodes of the target's path probability, the optimum 
 (2406.16858, 2503.01840) verify in this way.
 """
 
-from __future__ import annotations
-
 from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict

@@ -5,8 +5,6 @@ a crowd. The plain texts show the distance between two passes of this server, wh
 divergence, and the effect of a batch without any speculation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -50,7 +48,7 @@ class _Noise:
     logprob: float = 0.0
 
     @classmethod
-    def between(cls, plain: Sequence[ServerAnswer], *others: Sequence[ServerAnswer]) -> _Noise:
+    def between(cls, plain: Sequence[ServerAnswer], *others: Sequence[ServerAnswer]) -> "_Noise":
         pairs = [pair for texts in others for pair in zip(plain, texts, strict=True)]
         places = [place for here, there in pairs for place in common(here, there)]
         gap = max((_gap_change(a, b) for a, b in places), default=0.0)

@@ -1,7 +1,5 @@
 """Inputs of the checks of an endpoint: its sides and prompts, the sizes of the samples, and a checkpoint."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ class Sizes:
     tuned_tokens: int
 
     @classmethod
-    def of(cls, tokens: int, sides: int, each: bool) -> Sizes:
+    def of(cls, tokens: int, sides: int, each: bool) -> "Sizes":
         """Returns the sizes for a budget in ``tokens``. Raises InvalidRequest if it is too small for an audit.
 
         sides: 1 if there is no plain side, else 2. each: whether a scored token takes a request of its own.

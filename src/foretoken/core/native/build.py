@@ -5,8 +5,6 @@ Without one and without a compiler, or on a processor without the instructions, 
 torch operators are the fallback. This module needs nothing but Python, because a wheel's build uses it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -197,7 +195,7 @@ class _ObjectFile(NamedTuple):
     arguments: list[str]
 
     @classmethod
-    def of(cls, source: Path, flags: Sequence[str]) -> _ObjectFile:
+    def of(cls, source: Path, flags: Sequence[str]) -> "_ObjectFile":
         flags = (*FLAGS, QUIET, *flags)
         text = b"\0".join([*_with_headers(source, flags), " ".join(flags).encode()])
         name = f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.o"

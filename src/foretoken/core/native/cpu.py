@@ -4,8 +4,6 @@ Linux lists them in /proc/cpuinfo, macOS answers by sysctl, and on Windows the i
 this package that a wheel's build imports, it needs nothing but Python.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

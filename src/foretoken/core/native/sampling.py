@@ -3,8 +3,6 @@
 Each caller also implements the function with torch or numpy operators, for all other tensors.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging
@@ -87,7 +85,7 @@ class TokenRow(Structure):
     node: int = 0  # address of its first node there
 
     @staticmethod
-    def of(logits: Tensor, source: TokenSource, changes: Adjustment | None = None) -> TokenRow:
+    def of(logits: Tensor, source: TokenSource, changes: Adjustment | None = None) -> "TokenRow":
         """Returns the request for one row, which keeps ``logits`` [1, V] and ``changes`` alive."""
         row = TokenRow(logits=logits.data_ptr(), source=source, top_count=-1, position=-1)
         row.tensor, row.adjustment, row.pointer = logits, changes, (c_void_p * 1)(addressof(row))
@@ -95,7 +93,7 @@ class TokenRow(Structure):
             row.changes = addressof(changes)
         return row
 
-    def at_node(self) -> TokenRow:
+    def at_node(self) -> "TokenRow":
         """Returns a request like this one for a node of the draft below it. The kernels set its logits and changes."""
         row = TokenRow.from_buffer_copy(self)
         row.below = None
@@ -146,7 +144,7 @@ class SuccessorTable(Structure):
     """Likeliest successors of each token, and how often those of each rank came true, as the kernels read them."""
 
     @staticmethod
-    def of(successors: NDArray[np.int32], hits: NDArray[np.float64]) -> SuccessorTable:
+    def of(successors: NDArray[np.int32], hits: NDArray[np.float64]) -> "SuccessorTable":
         """Returns the table of contiguous arrays [V, width] (-1 for none) and [width], which it does not keep alive."""
         return SuccessorTable(successors.ctypes.data, hits.ctypes.data, *successors.shape)
 

@@ -3,8 +3,6 @@
 See csrc/status.hpp, csrc/entry.hpp and csrc/pool.hpp.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import re

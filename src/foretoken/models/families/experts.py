@@ -1,7 +1,5 @@
 """The families with experts that the runtime computes, and the experts that a config.json of theirs describes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Fields of the architecture that config.json files of single families state, beyond Llama's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """One decoder layer as data: its token mixers, its MLP, and the norms around them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +18,7 @@ class NormPlaces:
     mlp: bool = True
     after_mlp: bool = False
 
-    def of(self, mixer: bool, mlp: bool) -> NormPlaces:
+    def of(self, mixer: bool, mlp: bool) -> "NormPlaces":
         """Returns the norms of a layer that may lack its mixers or its MLP."""
         return NormPlaces(self.mixer and mixer, self.after_mixer and mixer, self.mlp and mlp, self.after_mlp and mlp)
 

@@ -1,7 +1,5 @@
 """The architectures of encoder-decoders: T5 (1910.10683), BART (1910.13461) and their relatives."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +31,7 @@ class Seq2SeqArchitecture:
     decoder: Architecture
 
     @staticmethod
-    def of(config: Mapping[str, Any], max_length: int | None = None) -> Seq2SeqArchitecture:
+    def of(config: Mapping[str, Any], max_length: int | None = None) -> "Seq2SeqArchitecture":
         """Returns the architecture of a config.json that ``supports`` accepts."""
         _check(config)
         return (_of_t5 if config["model_type"] in T5 else _of_bart)(config, max_length)

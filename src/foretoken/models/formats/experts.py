@@ -5,8 +5,6 @@ up joined (``experts.gate_up_proj`` [experts, 2 I, H]), or separate (GGUF: [expe
 inputs first and rows of gate and up in turns, and packed ones with outputs first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -125,7 +123,7 @@ class _Stack:
     shape: tuple[int, int, int]
 
     @staticmethod
-    def of(reader: TensorReader, name: str, shape: tuple[int, int, int], inputs_first: bool = False) -> _Stack:
+    def of(reader: TensorReader, name: str, shape: tuple[int, int, int], inputs_first: bool = False) -> "_Stack":
         """Opens a tensor.
 
         Args:

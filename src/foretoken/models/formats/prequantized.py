@@ -13,8 +13,6 @@
 Matrices that are not quantized stay as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A tokenizer that needs no transformers, whose import takes longer than loading a small model."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -60,7 +58,7 @@ class PlainTokenizer:
         self.eos_token_id: int | None = None if eos_token is None else self._fast.token_to_id(eos_token)
 
     @staticmethod
-    def load(path: Path) -> PlainTokenizer:
+    def load(path: Path) -> "PlainTokenizer":
         """Loads tokenizer.json.
 
         Args:

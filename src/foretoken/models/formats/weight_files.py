@@ -4,8 +4,6 @@
 separately. Pickles are refused, because loading one can run code.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,7 +186,7 @@ class Weights(StoredTensors):
         if missing := sorted(set(index or {}) - set(self._where)):
             raise ModelLoadError(f"{path / INDEX} lists the tensor {missing[0]!r}, which is in none of its files")
 
-    def under(self, prefixes: tuple[str, ...]) -> Weights:
+    def under(self, prefixes: tuple[str, ...]) -> "Weights":
         """Returns the tensors whose names begin with one of ``prefixes``."""
         chosen = copy(self)
         chosen._where = {name: file for name, file in self._where.items() if name.startswith(prefixes)}

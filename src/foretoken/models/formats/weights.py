@@ -4,8 +4,6 @@ A layer's dataclasses hold products: of a checkpoint ``LinearWeights`` and ``Mat
 products on the device (``runners/torch_layers.py``). All else is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -56,7 +54,7 @@ class NormWeight:
     weight: Tensor
     bias: Tensor | None = None
 
-    def by_head(self, head_dim: int) -> NormWeight:
+    def by_head(self, head_dim: int) -> "NormWeight":
         """Returns the norm of heads as [head_dim], or as [heads, head_dim] if each head has its own."""
         if len(self.weight) == head_dim:
             return self

@@ -10,8 +10,6 @@ Tensors have the names of the originals (z-lab, DeepSpec). The layouts differ in
 Some checkpoints have an embedding and a vocabulary head, also one of fewer tokens (``d2t``); others take the target's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ and in the meaning of explicit ids of tapped layers: see ``taps.py``.
 On our runtime a head is a decoder layer on features, with a separate KV cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -272,7 +270,7 @@ class EagleNet(FeatureNet):
     def embedding(self) -> Tensor:
         return self._embedding
 
-    def like(self, head: EagleHead) -> EagleNet:
+    def like(self, head: EagleHead) -> "EagleNet":
         """Returns the network of another version of the head, on the same device and in the same dtype."""
         shared = self._unembed_target, self._quantizer, self._window
         return EagleNet(head, self._embedding, self.dtype, self.device, self.max_length, *shared)

@@ -6,8 +6,6 @@ computed. Drafting starts there, and feeds the network's own outputs down the tr
 verification.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -224,7 +222,7 @@ class FeatureNet(DraftNet):
     def target_ids(self, ids: Tensor) -> Tensor:
         return ids if self._ids is None else torch.take(self._ids, ids)
 
-    def adopt(self, other: FeatureNet) -> None:
+    def adopt(self, other: "FeatureNet") -> None:
         """Takes over the sequences of an earlier version of this network, which is not used any more.
 
         Cached rows stay as that version computed them.

@@ -1,7 +1,5 @@
 """Finds and opens checkpoints of heads, and checks their tensors, sizes and mask tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path

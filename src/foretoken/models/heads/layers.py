@@ -1,7 +1,5 @@
 """Layers of heads and models in training: norms, rotary positions (2104.09864), MLP, and unrolled attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

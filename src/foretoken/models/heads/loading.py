@@ -1,7 +1,5 @@
 """Loads heads for a target: finds them, checks that they fit, and measures which hidden states they read."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ vocabulary head: its own, one that all heads share, or the target's. It predicts
 row; the target's head predicts the next one. Blockwise heads add down(relu(up x)) to x, before the target's head.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +57,7 @@ class MedusaHeads:
     def depth(self) -> int:
         return len(self.blocks)
 
-    def with_vocabulary(self, matrix: Tensor) -> MedusaHeads:
+    def with_vocabulary(self, matrix: Tensor) -> "MedusaHeads":
         """Returns the heads with the target's vocabulary head [V, H], unless they have one.
 
         Raises InvalidRequest if the matrix has another shape.

@@ -6,8 +6,6 @@ every layer has a row of each committed token but the first k + 1. A draft's lev
 last layer by that one, chained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -4,8 +4,6 @@ A target is recognized by its weights, not by its name alone: a bundled head has
 ``target.json``, which ``checkpoint_facts`` computes. A fine-tune changes norms or, with LoRA, matrices of attention.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping

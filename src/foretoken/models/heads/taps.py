@@ -9,8 +9,6 @@ is chained, its own output after its last norm (vLLM for Qwen3-Next, transformer
 config.json states neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ length at which rotary factors change. The module itself runs it with a few toke
 device. So the class and its attention layout are checked at all lengths, the weights at short lengths only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ cache reads return the rows of the sequences in the pass. Attention is the modul
 batch-invariant.
 """
 
-from __future__ import annotations
-
 import heapq
 import inspect
 import sys
@@ -55,7 +53,7 @@ class Slots(SlotCache):
         buffers = [b for layer in self._layers for b in (layer.keys, layer.values) if b is not None]
         return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
-    def new_layer(self) -> SlotLayer:
+    def new_layer(self) -> "SlotLayer":
         layer = SlotLayer(self)
         self._layers.append(layer)
         return layer

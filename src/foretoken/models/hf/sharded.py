@@ -8,8 +8,6 @@ torchrun starts the processes (ranks). The first one is the leader, the others f
 process group, so waiting for an order neither keeps an accelerator busy nor hits the timeout of a collective operation.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -7,8 +7,6 @@ chooses its kernel by the numbers of rows and keys, and the path of a tree has o
 So sums over keys run in float64, the type of the cache then, and their order does not affect the float32 result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,7 +65,7 @@ class Geometry:
         """See ``Layout``: there are no recurrent layers."""
 
     @staticmethod
-    def of(plan: PassPlan, cache: KVCache, views: Iterable[tuple[int, bool]], device: torch.device) -> Geometry:
+    def of(plan: PassPlan, cache: KVCache, views: Iterable[tuple[int, bool]], device: torch.device) -> "Geometry":
         """Returns the layout of a plan. A single row is doubled (see ``linear.py``)."""
         tokens, positions, parts = plan.tokens, plan.positions, plan.parts
         if len(tokens) == 1:
@@ -113,7 +111,7 @@ class Geometry:
         mask = self.by_layer[layer] if self.by_layer else self.masks[view]
         return attend(layer, queries_keys, values, self, a, mask, sinks)
 
-    def biased(self, table: Tensor, plan: PassPlan) -> Geometry:
+    def biased(self, table: Tensor, plan: PassPlan) -> "Geometry":
         """Returns the layout with biases in the masks, [S, kv_heads = 1, width, heads, keys]: ALiBi.
 
         Args:
@@ -123,7 +121,7 @@ class Geometry:
         biases = (table[:, keys][:, :, None] - table[:, rows][..., None]).permute(1, 2, 0, 3)[:, None]
         return replace(self, masks={view: mask + biases.to(mask.device) for view, mask in self.masks.items()})
 
-    def relative(self, tables: Sequence[Tensor], plan: PassPlan) -> Geometry:
+    def relative(self, tables: Sequence[Tensor], plan: PassPlan) -> "Geometry":
         """Returns the layout with T5's biases in the masks, [S, heads, width, 1, keys]. All layers have one view.
 
         Args:

@@ -1,7 +1,5 @@
 """The interface of runners: a runner holds the weights and the KV cache, and computes forward passes."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,7 +63,7 @@ class DeeperLayer:
             Replaced by the state at its last row, if it computes any.
     """
 
-    runner: Runner
+    runner: "Runner"
     parts: Sequence[Part]
     carried: Tensor
 
@@ -190,7 +188,7 @@ class Runner(ABC):
     def nbytes(self) -> int:
         return self._pages.nbytes()
 
-    def adopt(self, other: Runner) -> None:
+    def adopt(self, other: "Runner") -> None:
         """Takes over the slots of another runner of this architecture, which is not used any more."""
         self._pages = other._pages
 
@@ -213,7 +211,7 @@ class Runner(ABC):
         """
         raise NotImplementedError
 
-    def borrow_head(self, lender: Runner) -> bool:
+    def borrow_head(self, lender: "Runner") -> bool:
         """Takes another runner's vocabulary head in the place of its own. Returns whether it can."""
         return False
 

@@ -1,7 +1,5 @@
 """A pass as the operations of a layer see it: its rows, and the sizes of its attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,7 +29,7 @@ class AttentionSizes:
     attention_softcap: float
 
     @staticmethod
-    def of(a: Architecture, layer: Layer) -> AttentionSizes:
+    def of(a: Architecture, layer: Layer) -> "AttentionSizes":
         sizes = a.sizes(layer)
         return AttentionSizes(a.heads, sizes.kv_heads, sizes.head_dim, a.scale, a.attention_softcap)
 

@@ -1,7 +1,5 @@
 """Recurrent states of sequences: a state and a log of inputs for each slot (see ``replay.py``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -43,7 +41,7 @@ class StateShape:
     window: int
 
     @staticmethod
-    def of(recurrence: Recurrence, layers: int) -> StateShape:
+    def of(recurrence: Recurrence, layers: int) -> "StateShape":
         return StateShape(layers, recurrence.state, recurrence.inputs, recurrence.window)
 
     @property

@@ -1,7 +1,5 @@
 """A plan of a server: a row for every drafter, draft length and concurrency, what to set, and its terminal output."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -68,7 +66,7 @@ class Limit:
     depths: tuple[tuple[int, int | None, int], ...]
 
     @classmethod
-    def of(cls, depths: Mapping[int, int]) -> Limit:
+    def of(cls, depths: Mapping[int, int]) -> "Limit":
         """Returns ranges of equal draft lengths from those by concurrency, which ascends."""
         merged: list[tuple[int, int | None, int]] = []
         start, end = 1, max(depths)

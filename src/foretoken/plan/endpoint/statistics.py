@@ -12,8 +12,6 @@ and one that does not depend on their number. Two measured draft lengths separat
 is taken to be a quarter of the overhead, and the interval holds everything from none to half of it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -60,7 +58,7 @@ class EndpointAcceptance:
     merged: float = 0.0  # fraction of the bursts without speculation that have more than one token
 
     @classmethod
-    def of(cls, depth: int, plain: Sequence[Wave], waves: Sequence[Wave]) -> EndpointAcceptance:
+    def of(cls, depth: int, plain: Sequence[Wave], waves: Sequence[Wave]) -> "EndpointAcceptance":
         """Returns the acceptance in some waves. plain: waves without speculation, which show if bursts are passes."""
         tokens = float(sum(wave.tokens - len(wave.answers) for wave in waves))
         texts = tuple(stream.bursts for wave in waves for stream in wave.streams)
@@ -137,7 +135,7 @@ class EndpointAcceptance:
         beyond = sum(size > self.depth + 1 for size in sizes)
         return f"up to {max(sizes)} tokens arrive together" if beyond > (_MERGED + self.merged) * len(sizes) else ""
 
-    def differs(self, pooled: EndpointAcceptance) -> float | None:
+    def differs(self, pooled: "EndpointAcceptance") -> float | None:
         """Returns the ratio of its tokens per pass to those of more waves, None if chance explains the difference."""
         try:
             here, all_waves = self.at(self.depth), pooled.at(self.depth)

@@ -3,8 +3,6 @@
 A body reads the text behind the tag that opens a call. It raises ``ValueError`` where the text is no call.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -332,7 +330,7 @@ class JsonBody:
             else:
                 raise ValueError("no JSON object")
 
-    def _read(self, call: _Call) -> str | None:
+    def _read(self, call: "_Call") -> str | None:
         """Returns the text behind the object, or from the malformed place on. None if it is not complete."""
         try:
             return call.push(self._held)

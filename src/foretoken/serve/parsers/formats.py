@@ -1,7 +1,5 @@
 """The formats of model families by name, which one a chat template asks for, and the parsers of one answer."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -187,7 +185,7 @@ class OutputFormat:
     reasoning: str | None = None  # a name of ``REASONING_FORMATS``, ``harmony``, or None if the model does not reason
 
     @staticmethod
-    def of(template: str | None) -> OutputFormat:
+    def of(template: str | None) -> "OutputFormat":
         """Returns the format that a chat template shows."""
         text = template or ""
         calls, reasoning = next(

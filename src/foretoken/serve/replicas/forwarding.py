@@ -4,8 +4,6 @@ The replica with the longest prefix-cache hit is chosen, unless it is much busie
 requests of the least busy one are compared by their hits.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import OrderedDict, defaultdict
@@ -51,7 +49,7 @@ class Forwarded:
     avoid: frozenset[str] = frozenset()  # names of replicas that were lost with this request
 
     @classmethod
-    def of(cls, scope: Scope, body: bytes, parsed: Mapping[str, Any]) -> Forwarded:
+    def of(cls, scope: Scope, body: bytes, parsed: Mapping[str, Any]) -> "Forwarded":
         """Returns the request to forward, from the front's ASGI scope and the parsed body."""
         kept = {"type": "http", "asgi": {"version": "3.0"}, **{key: scope[key] for key in _KEPT if key in scope}}
         state = state_of(scope)

@@ -5,8 +5,6 @@ weight 1. For r = x / rms(x), the narrow target's output is r w, with w the weig
 is s r Q, with s = sqrt(h'/h). So W diag(w) Q / s applied to the wide output equals W applied to the narrow one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +63,7 @@ class Widening:
         return math.sqrt(self.q.shape[1] / self.q.shape[0])
 
     @staticmethod
-    def of(source: Path, wide: Path) -> Widening:
+    def of(source: Path, wide: Path) -> "Widening":
         """Returns the widening of ``source`` to ``wide``. Raises InvalidRequest if ``wide`` is of another source."""
         try:
             made = read_object(wide / PROVENANCE)

@@ -16,8 +16,6 @@ divides by sqrt((s^2 |x|^2 + (groups - 1) c^2) / h' + eps), which is s sqrt(h/h'
 (groups - 1) c^2 = (s^2 - h'/h) h eps. So eps stays, also that of the norms of heads.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -68,7 +66,7 @@ class MarkedStream:
     eps: float
 
     @staticmethod
-    def random(narrow: int, wide: int, groups: int, eps: float, generator: torch.Generator) -> MarkedStream:
+    def random(narrow: int, wide: int, groups: int, eps: float, generator: torch.Generator) -> "MarkedStream":
         carried = wide - (groups if groups > 1 else 0)
         owner = torch.randperm(carried, generator=generator) % narrow
         values = torch.randn(carried, dtype=torch.float64, generator=generator)

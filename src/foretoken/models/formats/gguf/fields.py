@@ -3,8 +3,6 @@
 Each function returns fields by Llama's names, or by a family's names if Llama lacks the field.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

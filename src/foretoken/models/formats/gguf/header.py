@@ -6,8 +6,6 @@ is
 described in ggml's ``docs/gguf.md``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -51,7 +49,7 @@ class StoredTensor:
     nbytes: int
     path: Path
 
-    def rows(self, name: str, first: int, last: int) -> StoredTensor:
+    def rows(self, name: str, first: int, last: int) -> "StoredTensor":
         """Returns rows, or elements of a vector, as a tensor of this name."""
         width = self.nbytes // self.shape[0]
         shape = (last - first, *self.shape[1:])
@@ -73,7 +71,7 @@ class Header:
     tensors: dict[str, StoredTensor]
 
     @staticmethod
-    def read(path: Path) -> Header:
+    def read(path: Path) -> "Header":
         """Reads and checks a file's header; the headers of the last few files are kept.
 
         The first file of a split model (``split.count``) stands for all.

@@ -7,8 +7,6 @@ Types follow the rules of llama.cpp's ``llama-quantize``. A mixture such as Q4_K
 matrix, on values and on ``ffn_down`` of some layers. If a type's blocks do not divide a row, another type replaces it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -4,8 +4,6 @@ A file has one set of names for all architectures; a checkpoint has those of its
 knows (``TensorNames``, ``ExpertNames``). So names follow from the architecture, with a few exceptions by file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -67,7 +65,7 @@ class Names:
     prefix: str
 
     @staticmethod
-    def of(a: Architecture, renamed: Mapping[str, str], stored: Container[str] = ()) -> Names:
+    def of(a: Architecture, renamed: Mapping[str, str], stored: Container[str] = ()) -> "Names":
         """Returns the names of an architecture.
 
         Args:

@@ -8,8 +8,6 @@ The pre-tokenizers' patterns are those of the original tokenizer.json files, wri
 ``tokenizers``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -163,7 +161,7 @@ def token_ids(header: Header) -> dict[str, int] | None:
     return (vocabulary if byte_level else vocabulary.spelled()).ids()
 
 
-def _built(header: Header, vocabulary: _Vocabulary) -> Tokenizer:
+def _built(header: Header, vocabulary: "_Vocabulary") -> Tokenizer:
     """Returns the file's tokenizer. Raises ModelLoadError for one of an unknown kind."""
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -206,7 +204,7 @@ class _Vocabulary:
         self.kinds = kinds
 
     @staticmethod
-    def read(header: Header) -> _Vocabulary:
+    def read(header: Header) -> "_Vocabulary":
         """Reads the vocabulary. Raises ModelLoadError if there is none."""
         tokens = header.array("tokenizer.ggml.tokens")
         if not tokens or not all(isinstance(token, str) for token in tokens):
@@ -221,7 +219,7 @@ class _Vocabulary:
         padding = {i for i, k in enumerate(self.kinds) if k == _UNUSED and self.tokens[i] == f"[PAD{i}]"}
         return {token: i for i, token in enumerate(self.tokens) if i not in padding}
 
-    def spelled(self) -> _Vocabulary:
+    def spelled(self) -> "_Vocabulary":
         """Returns the vocabulary with the spaces of user-defined tokens as SentencePiece spells them.
 
         llama.cpp stores them as spaces.

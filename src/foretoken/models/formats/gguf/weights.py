@@ -3,8 +3,6 @@
 Changes of llama.cpp's converter to a checkpoint's tensors are undone.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The files of an adapter: its settings in adapter_config.json, and its matrices."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ flattens both halves: A is [experts * rank, in], with an expert's rows beside ea
 [out, rank * experts], with a column of each expert in turns. If it mistook inputs for outputs, A and B are swapped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

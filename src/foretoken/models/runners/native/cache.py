@@ -4,8 +4,6 @@ One file for each combination of checkpoint, scheme, processor and version of th
 may read. The least recently used files are deleted beyond a bound.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json
@@ -59,7 +57,7 @@ class WeightCache:
         self.path = cache_folder() / "weights" / f"{key}{_SUFFIX}"
 
     @staticmethod
-    def of(weights: object, settings: Mapping[str, Any]) -> WeightCache | None:
+    def of(weights: object, settings: Mapping[str, Any]) -> "WeightCache | None":
         """Returns the cache for the tensors of a checkpoint; None if they are in no files, or in small ones."""
         files: Sequence[Path] = getattr(weights, "files", ())
         if not bound() or sum(file.stat().st_size for file in files) < MIN_BYTES:

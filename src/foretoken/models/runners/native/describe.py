@@ -1,7 +1,5 @@
 """Describes a decoder for the kernels (csrc/specs.hpp), and packs its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from ctypes import Structure
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Weights packed into the order in which the compiled kernels read them, in aligned memory outside Python's heap."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import sys

@@ -1,7 +1,5 @@
 """Models, types of the KV cache (csrc/kv_cache.hpp) and weight formats (csrc/packed.hpp) that the kernels support."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
