@@ -119,8 +119,7 @@ def run(
 ) -> Iterator[tuple[GridCell, list[RaceRow]]]:
     """Races every cell that the record lacks, and yields it once it is kept.
 
-    Args:
-        pairing: The models. Depths, batch and weights are set by the cell.
+    pairing: The models. Depths, batch and weights are set by the cell.
     """
     finished = record.rows()
     for cell in cells:

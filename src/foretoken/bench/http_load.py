@@ -98,7 +98,7 @@ def _failure(reply: Reply) -> str:
 
 
 class LoadedServer:
-    """A server under load.
+    """A server under load. Raises ForetokenError if it does not answer, or does not list the model.
 
     Args:
         url: Its address, with or without ``/v1``.
@@ -106,9 +106,6 @@ class LoadedServer:
         model: Name of the model; None takes the first that the server lists.
         options: Fields of every request, such as the temperature.
         lengths: ``max_tokens`` of the requests, one after another and again from the first; none: as ``options`` say.
-
-    Raises:
-        ForetokenError: It does not answer, or does not list the model.
     """
 
     def __init__(

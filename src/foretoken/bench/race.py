@@ -28,8 +28,7 @@ WEIGHT_COPIES, OVERHEAD = 2.5, 2 * 2**30  # while loading, a system may hold its
 class Pool:
     """Keeps workers loaded while memory suffices.
 
-    Args:
-        schedule: The setup of every turn. The worker whose next turn is furthest away is unloaded first.
+    schedule: The setup of every turn. The worker whose next turn is furthest away is unloaded first.
     """
 
     def __init__(
@@ -151,10 +150,8 @@ def race(
 ) -> tuple[list[RaceRow], RaceAnswers]:
     """Runs all entrants on all tasks, interleaved.
 
+    Returns rows and answers of every entrant that finished.
     say: Receives a line about a system that failed. track: Wraps the turns to show progress.
-
-    Returns:
-        Rows and answers of every entrant that finished.
     """
     pairs = [(entrant, task) for entrant in entrants for task in tasks]
     order = turns(len(pairs), repeats)

@@ -14,12 +14,8 @@ class Ledger:
     Losses are taken from the allowance, a small share of all time, and from earlier gains up to a limit. A step may
     draft only as much as would not overdraw the balance if every draft token were rejected. So a sequence takes at most
     the allowance longer, whatever the proposer does. Requests that ask for a draft length have it, and are not charged.
-
-    Args:
-        allowance: The share of all time that drafting may lose.
-
-    Attributes:
-        balance: Seconds that may be lost, None until a plain step was timed.
+    allowance: The share of all time that drafting may lose.
+    balance: Seconds that may be lost, None until a plain step was timed.
     """
 
     def __init__(self, allowance: float) -> None:

@@ -44,9 +44,7 @@ class Limited(Bounded):
     """A bound on the budgets of another controller, which also holds for requests that ask for a draft length.
 
     The bound changes between steps, so it does not depend on a token of the step, and no text depends on it.
-
-    Attributes:
-        limit: Largest number of draft tokens of a sequence in a step; 0 is plain decoding, None is no bound.
+    limit: Largest number of draft tokens of a sequence in a step; 0 is plain decoding, None is no bound.
     """
 
     def __init__(self, inner: Controller, limit: int | None = None) -> None:

@@ -74,8 +74,7 @@ class ModelDraft:
 class Repetition:
     """Notices when a sequence repeats itself, for a look at a bit map per token (a Bloom filter of 2 to 4 bytes each).
 
-    Attributes:
-        now: Whether the last tokens occurred before; wrongly so in a few per cent of cases.
+    now: Whether the last tokens occurred before; wrongly so in a few per cent of cases.
     """
 
     _LENGTH, _BITS_PER_TOKEN = 3, 16

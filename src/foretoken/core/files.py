@@ -47,14 +47,11 @@ def atomic_directory(out: Path, check: Check = _free) -> Iterator[Path]:
     """Yields a temporary folder that replaces ``out`` once everything in it has been written.
 
     A folder already at ``out`` is moved aside, and deleted only after the replacement has succeeded. If the process is
-    killed in between, ``restore_interrupted`` moves it back.
+    killed in between, ``restore_interrupted`` moves it back. Raises WriteError if a file could not be written.
 
     Args:
         out: Folder to write.
         check: Called before what is at ``out`` at the end of the block is replaced.
-
-    Raises:
-        WriteError: A file could not be written.
     """
     partial = _beside(out, "partial")
     try:
@@ -132,11 +129,8 @@ def _exchange(partial: Path, out: Path, check: Check) -> None:
 def read_json(file: Path, hint: str = AGAIN) -> Any:
     """Returns the content of a JSON file.
 
-    Args:
-        hint: What to do about a file that cannot be read, for the error message.
-
-    Raises:
-        ModelLoadError: The file does not exist, is not JSON in UTF-8, or is nested too deeply.
+    Raises ModelLoadError if the file does not exist, is not JSON in UTF-8, or is nested too deeply.
+    hint: What to do about a file that cannot be read, for the error message.
     """
     try:
         return json.loads(file.read_text(encoding="utf-8"))

@@ -129,8 +129,7 @@ def allow_seconds(seconds: float) -> None:
 def limit_memory(memory_bytes: int) -> None:
     """Limits the memory of processes forked from here, and disables their core dumps.
 
-    Args:
-        memory_bytes: Memory in addition to what this process has.
+    memory_bytes: Memory in addition to what this process has.
     """
     import resource
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 class TokenCounts:
     """The unique tokens of one sequence and how often each was generated, extended as the sequence grows.
 
-    Args:
-        prompt_length: Number of prompt tokens, which do not count as generated.
+    prompt_length: Number of prompt tokens, which do not count as generated.
     """
 
     def __init__(self, prompt_length: int) -> None:

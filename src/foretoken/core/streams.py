@@ -83,8 +83,7 @@ class Stream(Protocol):
 class Streams:
     """All random numbers of one sequence.
 
-    Args:
-        seed: A user's seed, from ``MIN_SEED`` to ``MAX_SEED``, or a result of ``derived_seed``.
+    seed: A user's seed, from ``MIN_SEED`` to ``MAX_SEED``, or a result of ``derived_seed``.
     """
 
     seed: int
@@ -195,8 +194,7 @@ def exponentials(key: int, size: int, device: torch.device | str = "cpu") -> Ten
 def exponentials_at(key: int | Tensor, ids: Tensor) -> Tensor:
     """Returns the exponentials of ``ids``, int64 [n], with torch's operators, which may run on a device.
 
-    Args:
-        key: A key as a signed number, or int64 [rows, 1], whose exponentials are [rows, n].
+    key: A key as a signed number, or int64 [rows, 1], whose exponentials are [rows, n].
     """
     z = (ids + 1) * _signed(GOLDEN) + key
     for shift, multiplier in _MIX:

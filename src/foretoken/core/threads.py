@@ -17,9 +17,7 @@ def usable_threads(root: Path = Path("/")) -> int:
 
     It is ``OMP_NUM_THREADS`` if that is set. Otherwise it is the number of processors that this process may run on (of
     a hybrid processor only those of its performance cores), and no more than its control groups' quotas.
-
-    Args:
-        root: Root of the file system.
+    root: Root of the file system.
     """
     requested = os.environ.get(VARIABLE, "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > 0:

@@ -92,10 +92,8 @@ class MeasuredCosts:
     def seconds(self, rows: int, batch: int = 1, context: int = CONTEXT) -> float:
         """Returns the seconds of a pass over ``rows`` rows of each of ``batch`` sequences, at the nearest context.
 
-        Seconds are linear between measured sizes; beyond the largest the slope of the last two continues.
-
-        Raises:
-            KeyError: The batch was not measured.
+        Seconds are linear between measured sizes; beyond the largest the slope of the last two continues. Raises
+        KeyError if the batch was not measured.
         """
         known = [cost for cost in self.passes if cost.batch == batch]
         if not known:

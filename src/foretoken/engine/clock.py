@@ -15,9 +15,7 @@ class StepClock:
 
     The clock waits for nothing: when a step's times are read, the host has read its tokens, so that the device has
     reached all marks but perhaps the last one, behind which there is only the copying of cache rows.
-
-    Attributes:
-        missed_tokens: See ``Timings``; set during the step.
+    missed_tokens: See ``Timings``; set during the step.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -136,13 +136,8 @@ class Engine:
         """Runs one decode step of every running sequence.
 
         An error in one sequence's own part (law, verdict, text, log-probabilities) ends that sequence alone, with the
-        finish reason "error".
-
-        Returns:
-            The output of each sequence, in order of admission. Sequences whose prefill continues have none.
-
-        Raises:
-            InvalidRequest: Another thread is running a step of this engine.
+        finish reason "error". Returns the output of each sequence, in order of admission. Sequences whose prefill
+        continues have none. Raises InvalidRequest if another thread is running a step of this engine.
         """
         if not self._alone.acquire(blocking=False):
             raise InvalidRequest("another thread runs this engine, a server perhaps; give each user an LLM of its own")
@@ -174,10 +169,8 @@ class Engine:
     def run(self, sequences: Iterable[tuple[Context, Stopping]]) -> Iterator[StepOutput]:
         """Runs sequences to their end on an engine that nothing else uses.
 
-        Whatever ends the iteration, none of the sequences stays in the engine.
-
-        Yields:
-            The output of each step of each sequence.
+        Whatever ends the iteration, none of the sequences stays in the engine. Yields the output of each step of each
+        sequence.
 
         Raises:
             InvalidRequest: A prompt is empty, or the model cannot take it.

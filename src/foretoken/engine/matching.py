@@ -79,8 +79,7 @@ class GrammarFollower(Protocol):
     def allowed(self, path: Sequence[int]) -> bytes | None:
         """Returns the tokens allowed after the text and ``path``, one bit each; None if the grammar refuses them.
 
-        Raises:
-            InvalidRequest: llguidance reached one of its limits.
+        Raises InvalidRequest if llguidance reached one of its limits.
         """
         ...
 
@@ -102,14 +101,11 @@ class CompiledGrammar(Protocol):
 
 
 class LocalGrammar:
-    """A grammar compiled in this process.
+    """A grammar compiled in this process. Raises InvalidRequest if the grammar is not valid, or no text matches it.
 
     Args:
         tokenizer: llguidance's tokenizer.
         spec: As ``SamplingParams.structured_outputs``, except "choice".
-
-    Raises:
-        InvalidRequest: The grammar is not valid, or no text matches it.
     """
 
     alive = True
@@ -137,9 +133,7 @@ class MatcherFollower:
 
     The matcher consumes the text alone, and each path is followed on a copy of it: in llguidance 1.9, a rollback or a
     refused token can change later masks.
-
-    Args:
-        compiled: A matcher that has consumed nothing. It is copied.
+    compiled: A matcher that has consumed nothing. It is copied.
     """
 
     def __init__(self, compiled: LLMatcher) -> None:

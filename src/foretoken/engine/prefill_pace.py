@@ -52,9 +52,7 @@ class PrefillPacer:
     The rows of a prompt fill a pass until it is bound by arithmetic, where a draft token delays the first token of the
     prompt by as much as another prompt token does. So a short prompt takes the place of draft tokens, in equal steps.
     Beside a long prompt requests draft, since they would otherwise be slow for as long as it takes.
-
-    Args:
-        limit: See ``PromptRows``. Raises InvalidRequest for any other value.
+    limit: See ``PromptRows``. Raises InvalidRequest for any other value.
     """
 
     def __init__(self, limit: PromptRows = None) -> None:

@@ -70,8 +70,7 @@ def own_template(tokenizer: Any, model: str, advice: str) -> Any:
 def apply_template(tokenizer: Any, messages: Iterable[Any], **options: Any) -> Any:
     """Returns the result of the tokenizer's ``apply_chat_template``.
 
-    Raises:
-        InvalidRequest: the template refuses the messages, or fails for them.
+    Raises InvalidRequest if the template refuses the messages, or fails for them.
     """
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
@@ -196,11 +195,8 @@ class PromptTokenizer:
     def tokenize(self, prompt: Prompt, special: bool = True) -> TokenizedPrompt:
         """Returns a prompt in tokens; of an empty one the token for the beginning of a text (BOS).
 
-        Args:
-            special: Whether a text gets the tokenizer's special tokens, such as a beginning-of-text token.
-
-        Raises:
-            InvalidRequest: An id is outside the vocabulary, or the prompt is empty and there is no BOS.
+        Raises InvalidRequest if an id is outside the vocabulary, or the prompt is empty and there is no BOS.
+        special: Whether a text gets the tokenizer's special tokens, such as a beginning-of-text token.
         """
         if not self.start:
             text, ids = self._one(prompt, self.limit, special)

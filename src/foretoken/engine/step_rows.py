@@ -71,8 +71,7 @@ class SequenceRow:
     def update(self, draft: Draft, scores: Scores) -> TokenRow | None:
         """Returns the request for a draft; None if its verifier has to choose the tokens.
 
-        Args:
-            scores: The target's, which the caller keeps alive.
+        scores: The target's, which the caller keeps alive.
         """
         row, context = self.row, self._context
         assert row is not None
@@ -132,11 +131,7 @@ class SequenceRow:
 
 
 class StepRows:
-    """The requests of all sequences of an engine.
-
-    Args:
-        rule: The engine's.
-    """
+    """The requests of all sequences of an engine. rule: The engine's."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule, self._vocabulary = rule, 0
@@ -152,8 +147,7 @@ class StepRows:
     ) -> list[ComputedTokens | None]:
         """Computes the tokens of all sequences whose draft has fixed candidates or none, and their log-probabilities.
 
-        Returns:
-            The tokens of each sequence; None if its verifier has to choose them.
+        Returns the tokens of each sequence; None if its verifier has to choose them.
         """
         requests, chosen = dict[TokenChooser, list[TokenRow]](), list[SequenceRow | None]()
         for sequence, draft, score in zip(sequences, drafts, scores, strict=True):

@@ -72,11 +72,7 @@ class VerifiedDraft:
         return VerifiedDraft(sequence, budget, draft, scores, _verdict(sequence, draft, scores, rule))
 
     def emit(self, max_length: int) -> tuple[int, ...]:
-        """Returns the tokens that the sequence emits; none if it fails.
-
-        Args:
-            max_length: The target's context length.
-        """
+        """Returns the tokens that the sequence emits; none if it fails. max_length: The target's context length."""
         if self.verdict is None:
             return ()
         try:

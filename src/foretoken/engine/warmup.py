@@ -76,8 +76,7 @@ class _Script(Controller):
 class _Synthetic(Proposer):
     """Drafts chains of tokens that differ, to time their rows. Equal tokens would choose the same experts.
 
-    Args:
-        vocab_size: Number of tokens of the target.
+    vocab_size: Number of tokens of the target.
     """
 
     def __init__(self, vocab_size: int) -> None:

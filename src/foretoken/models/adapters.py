@@ -73,8 +73,7 @@ class LoadedAdapters:
     def sweep(self, used: Callable[[], Collection[str | None]]) -> None:
         """Removes retired adapters that no sequence uses, between two passes.
 
-        Args:
-            used: Returns the keys of the adapters of all unfinished sequences.
+        used: Returns the keys of the adapters of all unfinished sequences.
         """
         if not self._retired:
             return

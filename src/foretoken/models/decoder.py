@@ -201,10 +201,7 @@ class RunnerModel(Model):
     def _prefill(self, handle: Handle, taps: Sequence[int]) -> list[Mapping[int, Tensor]]:
         """Computes most of a long pending prompt in passes of fixed size, until ``joint_rows`` rows are pending.
 
-        Where the prompt is cut depends on this sequence alone, not on the batch.
-
-        Returns:
-            The taps of each pass.
+        Where the prompt is cut depends on this sequence alone, not on the batch. Returns the taps of each pass.
         """
         tapped = []
         while handle.num_pending > self.runner.joint_rows:

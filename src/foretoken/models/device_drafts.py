@@ -140,11 +140,7 @@ def tree_of(
 
 
 class UnreadChains(Sequence[ModelChain]):
-    """Drafts of one call. Any look at one of them reads it.
-
-    Args:
-        unread: the drafts.
-    """
+    """Drafts of one call. Any look at one of them reads it. unread: the drafts."""
 
     def __init__(self, unread: Sequence[UnreadChain]) -> None:
         self.unread = unread

@@ -54,8 +54,7 @@ class Exit:
 class EarlyExit(Decoder):
     """The first layers of ``model``: shares its weights, with a separate KV cache.
 
-    Raises:
-        InvalidRequest: the exit is not inside the model, or was trained for another hidden size.
+    Raises InvalidRequest if the exit is not inside the model, or was trained for another hidden size.
     """
 
     def __init__(self, model: Decoder, exit_: Exit) -> None:

@@ -238,8 +238,7 @@ def _needed(
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
     """Returns the device to use; for ``"auto"`` CUDA if there is a device, else the CPU.
 
-    Raises:
-        InvalidRequest: torch does not know the device, or has no CUDA device.
+    Raises InvalidRequest if torch does not know the device, or has no CUDA device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -256,15 +255,12 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device, compiled: bool
     """Returns the dtype to use; for ``"auto"`` bfloat16 if it is faster, else float32.
 
     CUDA devices compute bfloat16 fast, and so do torch's operators on CPUs with AVX-512. Compiled kernels do so on
-    every CPU, because they read half the bytes.
+    every CPU, because they read half the bytes. Raises InvalidRequest if the dtype is unknown.
 
     Args:
         dtype: a dtype, its name, or ``"auto"``.
         device: device of the model.
         compiled: whether the model runs on the compiled runtime, if this machine has kernels.
-
-    Raises:
-        InvalidRequest: the dtype is unknown.
     """
     name = str(dtype)
     check_dtype(name)

@@ -80,11 +80,8 @@ class AdaptConfig:
     def of(cls, value: Adapt, usual: Self | None = None) -> Self:
         """Returns the configuration of a value as users write it: True, a share such as 0.1 or "10%", or keys.
 
-        Args:
-            usual: Values of other keys.
-
-        Raises:
-            InvalidRequest: A key is unknown, or a value not valid.
+        Raises InvalidRequest if a key is unknown, or a value not valid.
+        usual: Values of other keys.
         """
         keys = dict(value) if isinstance(value, Mapping) else {} if value is True else {"share": _share(value)}
         check_keys("adapt", keys, [f.name for f in fields(cls)])
@@ -133,11 +130,7 @@ class _Rows:
 
 
 class Adaptive(Wrapper):
-    """Drafts with ``inner`` while a learner learns to do better.
-
-    Attributes:
-        history: Outcome of each update.
-    """
+    """Drafts with ``inner`` while a learner learns to do better. history: Outcome of each update."""
 
     learns = True
 

@@ -143,8 +143,7 @@ def _probability(logits: Tensor, token: int) -> float:
 def draws_of(law: Law, stream: Stream, count: int, rows: bool = False) -> Draws | None:
     """Returns the sampling of ``count`` tokens or levels by ``law`` for a model; None if it cannot sample so.
 
-    Args:
-        rows: Whether the distributions are returned.
+    rows: Whether the distributions are returned.
     """
     if not isinstance(law, SamplingLaw) or law.greedy:
         return None

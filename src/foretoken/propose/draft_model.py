@@ -61,10 +61,8 @@ class DraftModel(ModelProposer):
     In the distribution grade, tokens are sampled from the draft's distribution under the request's own parameters, and
     the rows travel with them. In the trajectory grade they are sampled with the noise that the target will use
     (2408.07978), so that both pick the same token wherever their distributions agree.
-
-    Args:
-        vocab_size: The target's vocabulary size. Logits of another width (padded vocabularies of one family) are cut or
-            filled.
+    vocab_size: The target's vocabulary size. Logits of another width (padded vocabularies of one family) are cut or
+    filled.
     """
 
     name = "draft_model"
@@ -128,8 +126,7 @@ class DraftModel(ModelProposer):
     def _grow(self, active: Sequence[tuple[Handle, Grower]], levels: Sequence[int]) -> list[Draft]:
         """Returns the drafts of all sequences, grown a level with each pass, or all levels in one call.
 
-        Args:
-            levels: Maximum depth of each draft.
+        levels: Maximum depth of each draft.
         """
         if (drafted := draft_at_once(self.model, active, self.vocab_size)) is not None:
             return drafted
@@ -201,8 +198,7 @@ class DraftModel(ModelProposer):
 class ParallelDraftModel(DraftModel):
     """Drafts all levels in one pass (PARD, 2504.18583): a mask token stands for each token that is not drafted yet.
 
-    Args:
-        mask_token: The token that the draft was trained to predict from, of its own vocabulary.
+    mask_token: The token that the draft was trained to predict from, of its own vocabulary.
     """
 
     def __init__(
@@ -302,8 +298,7 @@ def build(config: DraftMethodConfig, build_context: BuildContext) -> DraftModel:
 def _mask_token(config: DraftMethodConfig, draft: Path, vocab: int) -> int | None:
     """Returns the mask token to draft in parallel with; None to draft token by token.
 
-    Raises:
-        ModelLoadError: ``parallel_drafting`` is true, and config.json names no token of the vocabulary.
+    Raises ModelLoadError if ``parallel_drafting`` is true, and config.json names no token of the vocabulary.
     """
     if config.parallel_drafting is False:
         return None

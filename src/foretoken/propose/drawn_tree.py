@@ -52,8 +52,7 @@ class DrawnTree(Growth):
     def expand(self, probs: Tensor) -> None:
         """Draws children below the frontier.
 
-        Args:
-            probs: [frontier, V], the draft's distribution at each node of the frontier.
+        probs: [frontier, V], the draft's distribution at each node of the frontier.
         """
         firsts = (MIN_FIRST + (MAX_FIRST - MIN_FIRST) * probs.double().pow(3).sum(-1)).tolist()
         supports = probs.count_nonzero(-1).tolist()
@@ -106,9 +105,7 @@ class DrawnTree(Growth):
         covers.
 
         The best nodes are those of the expected tree, in which deeper children are accepted at typical rates.
-
-        Args:
-            firsts: Acceptance probability of each node's first child.
+        firsts: Acceptance probability of each node's first child.
         """
         counts = [0] * len(nodes)
         if not self.steps:

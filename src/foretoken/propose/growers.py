@@ -134,8 +134,7 @@ class RankedTreeGrower(TreeGrower):
 class SampledTreeGrower(TreeGrower):
     """Grows a tree of sampled nodes, whose distributions travel with the draft.
 
-    Attributes:
-        distributions: Returns the distribution at each node of the frontier.
+    distributions: Returns the distribution at each node of the frontier.
     """
 
     tree: DrawnTree

@@ -28,9 +28,8 @@ LEVELS = 5  # of a draft in one call, by default, if each takes a pass of the he
 class HeadGrowth(GrowthConfig):
     """Growth of a head's drafts.
 
-    Attributes:
-        tree: See ``GrowthConfig``. None is "at_once" where the runner drafts in one call, which takes a fraction of the
-            time, and "sampled" elsewhere, which had the highest acceptance for sampled requests.
+    tree: See ``GrowthConfig``. None is "at_once" where the runner drafts in one call, which takes a fraction of the
+    time, and "sampled" elsewhere, which had the highest acceptance for sampled requests.
     """
 
     tree: TreeKind | None = None  # type: ignore[assignment]
@@ -135,8 +134,7 @@ class HiddenStateProposer(Proposer):
     def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> list[Draft]:
         """Returns the drafts of all sequences, grown a level with each pass, or all levels in one call.
 
-        Args:
-            levels: Maximum depth of each draft.
+        levels: Maximum depth of each draft.
         """
         if (drafted := draft_at_once(self.net, active, self.net.vocab_size)) is not None:
             return drafted

@@ -88,12 +88,9 @@ class SearchableText(Protocol):
 class GrowingText:
     """Text that is appended to, and searched by a scan.
 
-    Args:
-        periodic: The continuation of a position near the end wraps around into its own copy, as in text that repeats
-            itself.
-
-    Attributes:
-        address: Address of the first token, until the text is extended.
+    periodic: The continuation of a position near the end wraps around into its own copy, as in text that repeats
+    itself.
+    address: Address of the first token, until the text is extended.
     """
 
     def __init__(self, periodic: bool = False) -> None:

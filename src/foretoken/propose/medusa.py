@@ -42,9 +42,7 @@ class Parallel(Proposer):
 
     The input is the target's normed state at the row that emitted the newest token, so the step that computes the
     prompt has no draft. In the trajectory grade candidates lead the race with the noise that the target will use.
-
-    Args:
-        layers: Number of layers of the target, whose output is tapped.
+    layers: Number of layers of the target, whose output is tapped.
     """
 
     def __init__(self, name: str, net: ParallelNet, layers: int, config: MedusaConfig | None = None) -> None:

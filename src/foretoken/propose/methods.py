@@ -47,10 +47,8 @@ def register(name: str, method: Method) -> None:
     """Adds a method to this process, so that ``{"method": name}`` builds it. A second call replaces the first.
 
     Other processes, such as a remote drafting worker, do not see it. A package that adds an entry point to the group
-    ``foretoken.methods`` adds its method to every process, the command line included.
-
-    Raises:
-        InvalidRequest: ``name`` belongs to a built-in method, or is "none".
+    ``foretoken.methods`` adds its method to every process, the command line included. Raises InvalidRequest if ``name``
+    belongs to a built-in method, or is "none".
     """
     if name in (*METHODS, NONE):
         raise InvalidRequest(f"speculative method {name!r} is built in; register yours under another name")

@@ -77,8 +77,7 @@ class AssistantGrowth(GrowthConfig):
 class Assistant(HiddenStateProposer):
     """Drafts with an assistant from the target's last hidden state and its KV cache.
 
-    Args:
-        layers: Number of layers of the target, whose normed output is tapped.
+    layers: Number of layers of the target, whose normed output is tapped.
     """
 
     def __init__(self, net: AssistantNet, layers: int, config: AssistantGrowth | None = None) -> None:

@@ -193,8 +193,7 @@ def _parts(part: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
 def _tamed(state: dict[str, Any]) -> bool:
     """Removes additions to texts from a tokenizer's state, in place.
 
-    Returns:
-        Whether the tokenizer put a space before every text.
+    Returns whether the tokenizer put a space before every text.
     """
     spaced = False
     normalizers, cutters = list(_parts(state["normalizer"])), list(_parts(state["pre_tokenizer"]))

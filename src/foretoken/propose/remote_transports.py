@@ -50,8 +50,7 @@ class DraftEndpoint:
     def receive(self, seconds: float | None = None) -> bytes | None:
         """Returns the next message, or None if none arrives within ``seconds``. None waits without a limit.
 
-        Raises:
-            Disconnected: The other side has ended.
+        Raises Disconnected if the other side has ended.
         """
         try:
             message = self._incoming.get(timeout=seconds)

@@ -107,11 +107,7 @@ class DatastoreWriter:
 
 
 class Datastore:
-    """An opened datastore.
-
-    Args:
-        tokens: Number of tokens of all documents.
-    """
+    """An opened datastore. tokens: Number of tokens of all documents."""
 
     def __init__(self, shards: Sequence[SuffixArray], tokens: int) -> None:
         self.shards, self.tokens = tuple(shards), tokens

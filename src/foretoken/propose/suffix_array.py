@@ -105,9 +105,7 @@ def sort_suffixes(ids: NDArray[np.uint64], count: int, depth: int) -> NDArray[np
 
     Prefix doubling (Manber and Myers, 1993): sorts first by as many tokens as fit a 64-bit key, then by pairs of ranks
     twice as far apart each time, and only among positions that still tie.
-
-    Args:
-        ids: At least ``count`` + PAD values.
+    ids: At least ``count`` + PAD values.
     """
     bits = int(ids.max(initial=1)).bit_length()
     compared = 64 // bits

@@ -79,11 +79,9 @@ def racing(probs: Tensor, count: int, stream: Stream, depth: int) -> Candidates:
 def kernel_candidates(law: Law, logits: Tensor, count: int, stream: SharedStream | None) -> Candidates | None:
     """Returns ``likeliest`` of the distributions of rows by the compiled kernels, or ``racing`` if there is a stream.
 
-    Args:
-        logits: [rows, V], with a stream those at the depths from 0 on.
-
-    Returns:
-        None if the kernels do not compute them: the law has a history or changes logits, or the kernels are missing.
+    Returns None if the kernels do not compute them: the law has a history or changes logits, or the kernels are
+    missing.
+    logits: [rows, V], with a stream those at the depths from 0 on.
     """
     kernels = native.for_rows(logits) if isinstance(law, SamplingLaw) and not law.adjusts and not law.greedy else None
     if kernels is None or not isinstance(law, SamplingLaw):
@@ -151,9 +149,7 @@ class Tree(Growth):
 
         A node with ``budget`` better nodes in the tree will not be kept, nor will anything below it, so it is not
         expanded. Nor is a node whose score is below ``floor``.
-
-        Args:
-            candidates: One row for each node of the frontier.
+        candidates: One row for each node of the frontier.
         """
         start = len(self.tokens)
         rows = zip(self.frontier, candidates.scores.tolist(), candidates.ids.tolist(), strict=True)
@@ -237,9 +233,8 @@ class CandidateTree:
     def draft(self, match: int = 0) -> Draft:
         """Returns fixed candidates. A node's score is the log of its probability.
 
-        Args:
-            match: Length of the matched context. A longer one is more likely to go on: one of m tokens goes on for
-                another with m / (m + 2). 0 is unknown.
+        match: Length of the matched context. A longer one is more likely to go on: one of m tokens goes on for another
+        with m / (m + 2). 0 is unknown.
         """
         if not self.tokens:
             return Draft.empty()

@@ -42,11 +42,8 @@ class DraftUnion:
     def add(self, draft: Draft, rates: Sequence[float], owner: str) -> list[int]:
         """Adds a draft of fixed candidates.
 
-        Args:
-            rates: P(node accepted | its parent accepted) of each node.
-
-        Returns:
-            The index in the union of each node of the draft.
+        Returns the index in the union of each node of the draft.
+        rates: P(node accepted | its parent accepted) of each node.
         """
         nodes: list[int] = []
         for token, parent, rate in zip(draft.ids, draft.parents, rates, strict=True):

@@ -96,15 +96,12 @@ def symmetric_scales(x: Tensor, low: int, importance: Tensor) -> Tensor:
     """Returns the scales of least squared error for codes from ``low`` to ``-low - 1``.
 
     The element of largest magnitude gets a code near ``low``. Several such codes are tried: each gives the other codes,
-    and these the scale by least squares (llama.cpp's ``make_qx_quants``).
+    and these the scale by least squares (llama.cpp's ``make_qx_quants``). Returns float32 [...].
 
     Args:
         x: groups [..., group].
         low: smallest code, negative.
         importance: weight of each squared error, as x.
-
-    Returns:
-        float32 [...].
     """
     at = x.abs().argmax(-1, keepdim=True)
     extreme = x.gather(-1, at)
@@ -126,7 +123,7 @@ def affine_scales(x: Tensor, high: int, importance: Tensor, first: float, steps:
     """Returns scales and minimums of least squared error for codes from 0 to ``high``.
 
     Several ranges are tried, each refined by least squares; the minimum is never positive (llama.cpp's
-    ``make_qkx2_quants``).
+    ``make_qkx2_quants``). Returns scales and minimums, float32 [...].
 
     Args:
         x: groups [..., group].
@@ -134,9 +131,6 @@ def affine_scales(x: Tensor, high: int, importance: Tensor, first: float, steps:
         importance: weight of each squared error, as x.
         first: the first code tried for the largest element, less ``high``.
         steps: number of further codes, 0.1 apart.
-
-    Returns:
-        Scales and minimums, float32 [...].
     """
     smallest, largest = x.amin(-1, keepdim=True).clamp_max(0.0), x.amax(-1, keepdim=True)
     span = largest - smallest
@@ -211,14 +205,11 @@ def gptq(weights: Tensor, grid: Grid, curvature: Curvature) -> Tensor:
     """Rounds a matrix so that its outputs change least on the calibration text (GPTQ, 2210.17323).
 
     Inputs are rounded one after the other, those of the largest activations first. Later ones compensate the error of
-    earlier ones.
+    earlier ones. Returns codes, int16 [out, in].
 
     Args:
         weights: float32 [out, in].
         grid: its possible values.
-
-    Returns:
-        Codes, int16 [out, in].
     """
     factor, names = curvature.factor, curvature.order.tolist()
     remaining = weights[:, curvature.order]

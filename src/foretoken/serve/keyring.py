@@ -168,15 +168,12 @@ class Identity:
 
 
 class KeyRing:
-    """Accepted keys. Not thread-safe: it belongs to the event loop.
+    """Accepted keys. Not thread-safe: it belongs to the event loop. Raises InvalidRequest if the file cannot be read.
 
     Args:
         keys: Keys without limits, as they are.
         file: A key file, which is read again when it changes.
         allow_admin: Whether ``keys`` have the scope admin.
-
-    Raises:
-        InvalidRequest: The file cannot be read.
     """
 
     def __init__(

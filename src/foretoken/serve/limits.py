@@ -142,8 +142,7 @@ class Bodies:
     async def read(self, receive: Receive) -> AsyncIterator[bytes | None]:
         """Yields the body, or None if the client disconnected before its end. Its memory is counted until the exit.
 
-        Raises:
-            ApiError: 413 too large, 408 too slow, 429 too many large bodies at once.
+        Raises ApiError: 413 too large, 408 too slow, 429 too many large bodies at once.
         """
         buffer, size = bytearray(), 0
         try:

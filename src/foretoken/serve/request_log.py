@@ -101,8 +101,7 @@ class JsonFormatter(logging.Formatter):
 class RequestTracer:
     """Writes one span for each request that generates, with a span of each of its phases.
 
-    Args:
-        processor: Receives the spans. ``to_endpoint`` makes one that sends them.
+    processor: Receives the spans. ``to_endpoint`` makes one that sends them.
     """
 
     def __init__(self, processor: SpanProcessor) -> None:

@@ -322,8 +322,7 @@ class Worker(EngineThread):
     async def between_steps(self, work: Callable[[], T]) -> T:
         """Returns the result of ``work``, which the engine's thread does between two steps.
 
-        Raises:
-            ServerUnavailable: The engine does not run, ends, or takes longer than ``ORDER_PATIENCE`` for a step.
+        Raises ServerUnavailable if the engine does not run, ends, or takes longer than ``ORDER_PATIENCE`` for a step.
         """
         result: Future[T] = Future()
 

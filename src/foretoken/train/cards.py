@@ -35,8 +35,7 @@ _PROMPTS, _TOKENS = 24, 128  # of a measurement of a head
 def measure_pair(target: Path, draft: Path, corpus: Corpus, batch: int = 16, window: int = 512) -> dict[str, float]:
     """Returns overlap, argmax agreement and loss of ``draft`` with ``target`` on held-out files, in bfloat16.
 
-    Raises:
-        InvalidRequest: The two do not share a vocabulary.
+    Raises InvalidRequest if the two do not share a vocabulary.
     """
     cpu, tokenizer = torch.device("cpu"), load_tokenizer(target)
     if tokenizer.get_vocab() != load_tokenizer(draft).get_vocab():
@@ -263,8 +262,7 @@ def measure_head(target: Path, head: Path, role: str, corpus: Corpus) -> dict[st
 def write_head_card(target: Path, head: Path, corpus: Corpus) -> Path:
     """Writes README.md and zoo.json beside the weights of ``head``, with its acceptance on ``target``.
 
-    Raises:
-        InvalidRequest: ``foretoken train`` did not write the folder.
+    Raises InvalidRequest if ``foretoken train`` did not write the folder.
     """
     facts = read_provenance(head)
     if facts.get("role") not in HEADS:

@@ -47,9 +47,7 @@ class Corpus:
     """Texts of training and of held-out files.
 
     The split hashes the relative name of each file, so that adding a file moves no other.
-
-    Attributes:
-        paths: the user's files and folders; empty for the standard library.
+    paths: the user's files and folders; empty for the standard library.
     """
 
     name: str
@@ -73,10 +71,8 @@ def standard_library() -> Corpus:
 def from_files(paths: list[Path]) -> Corpus:
     """Returns a corpus of text files, and of the ``*.py``, ``*.md`` and ``*.txt`` files in folders.
 
-    A ``.jsonl`` file has one text per line: a string, or the "prompt", "text" or "content" of an object.
-
-    Raises:
-        InvalidRequest: A path does not exist, or there are fewer than two texts.
+    A ``.jsonl`` file has one text per line: a string, or the "prompt", "text" or "content" of an object. Raises
+    InvalidRequest if a path does not exist, or there are fewer than two texts.
     """
     files = text_files(paths)
     corpus = _split("user files", Path("."), files) if files else Corpus("", (), ())

@@ -28,8 +28,7 @@ from foretoken.train.head import (
 class FusedHead(Head):
     """A head of layers on fused hidden states, which proposes the target's most frequent tokens.
 
-    Attributes:
-        stack: The layers; the checkpoint has them under the names that a subclass gives them.
+    stack: The layers; the checkpoint has them under the names that a subclass gives them.
     """
 
     samples = True

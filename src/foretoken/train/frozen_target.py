@@ -253,14 +253,12 @@ class TopTokens:
     """Windows of text and the target's most likely next tokens there, computed once and kept on disk.
 
     The target is on the CPU. Files in ``folder`` are reused if they are those of the same target and windows [N, T].
-    Computing ends after ``limit_seconds`` with the windows done so far.
+    Computing ends after ``limit_seconds`` with the windows done so far. Raises TrainingError if the files cannot be
+    written. None are left then.
 
     Attributes:
         ids: Token ids of the windows that were done.
         seconds: Duration of the computation.
-
-    Raises:
-        TrainingError: The files cannot be written. None are left then.
     """
 
     def __init__(

@@ -233,6 +233,9 @@ def sample_windows(
 ) -> Tensor:
     """Samples windows of text.
 
+    Returns token ids [N, length], in the order of ``temperatures``. At the time limit, fewer, but at least one batch.
+    Raises InvalidRequest if a window is longer than the model's positions.
+
     Args:
         decoder: The model's decoder.
         turns: The model's turns.
@@ -241,12 +244,6 @@ def sample_windows(
         length: Tokens of a window.
         seed: Seed of the starts and samples.
         limit_seconds: Time after which no further batch begins.
-
-    Returns:
-        Token ids [N, length], in the order of ``temperatures``. At the time limit, fewer, but at least one batch.
-
-    Raises:
-        InvalidRequest: A window is longer than the model's positions.
     """
     if length > decoder.max_length:
         raise InvalidRequest(f"windows of {length} exceed the model's {decoder.max_length} positions; lower --window")

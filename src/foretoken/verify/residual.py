@@ -11,8 +11,7 @@ from foretoken.verify.rows import Probs
 def drawn_rows(draft: Draft, probs: Probs) -> Tensor:
     """Returns q [rows, V]. Row r is the distribution at node r - 1 that the draft's tokens were sampled from.
 
-    Raises:
-        ValueError: The draft holds fixed candidates, which have no q, or q does not fit ``probs`` [n+1, V].
+    Raises ValueError if the draft holds fixed candidates, which have no q, or q does not fit ``probs`` [n+1, V].
     """
     if len(draft) == 0:
         return torch.empty(0, probs.shape[1])

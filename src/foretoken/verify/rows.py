@@ -21,8 +21,7 @@ a verdict that reaches it raises ``NoTokenAllowed``.
 def draw(probs: Probs, row: int, stream: Stream, index: int) -> int:
     """Samples a token from row ``row``. A greedy law needs neither the row nor a random number.
 
-    Raises:
-        NoTokenAllowed: No token is possible at the row.
+    Raises NoTokenAllowed if no token is possible at the row.
     """
     certain = probs.certain(row) if isinstance(probs, NodeDistributions) else None
     if certain is None:

@@ -124,6 +124,7 @@ def linked(
     """Returns a shared library of several source files, from the wheel, the cache or built now.
 
     Object files are cached as well, so that libraries share them; those that are missing are compiled on all cores.
+    Raises KernelsUnavailable if there is no compiler, or it fails, or the cache cannot be written.
 
     Args:
         name: Beginning of the library's file name.
@@ -132,9 +133,6 @@ def linked(
         whole: Sources of the wheel's library of this name, if it has more than ``sources``.
         tools: Compiler, which is run wherever the cache has no library of its own; None for this machine's, which is
             run if the wheel has none either.
-
-    Raises:
-        KernelsUnavailable: There is no compiler, or it fails, or the cache cannot be written.
     """
     level = level or require()
     if tools is None and (path := shipped(name, whole or sources, level)):

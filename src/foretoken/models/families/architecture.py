@@ -81,8 +81,7 @@ class RelativeBuckets:
 class QueryGrowth:
     """Queries are multiplied by 1 + factor * log(1 + floor((position + ahead) / length)).
 
-    Attributes:
-        unrotated: whether only layers without rotation do so.
+    unrotated: whether only layers without rotation do so.
     """
 
     factor: float
@@ -268,8 +267,7 @@ class Architecture:
     def of(config: Mapping[str, Any], max_length: int | None = None) -> Architecture:
         """Returns the architecture of a config.json that ``supports`` accepts.
 
-        Args:
-            max_length: maximum length of a sequence in tokens; the checkpoint's own limit is never exceeded.
+        max_length: maximum length of a sequence in tokens; the checkpoint's own limit is never exceeded.
         """
         family, c, stated = read(config)
         heads, positions, head_dim = c["num_attention_heads"], c["max_position_embeddings"], fields.head_dim(c)

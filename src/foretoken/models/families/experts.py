@@ -349,8 +349,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names for 
 def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
     """Returns the experts of each layer; None for a layer with a dense MLP.
 
-    Args:
-        c: the config.json of a decoder, with its family's defaults filled in.
+    c: the config.json of a decoder, with its family's defaults filled in.
     """
     family, layers = EXPERT_FAMILIES.get(c["model_type"]), range(c["num_hidden_layers"])
     has_kind = [

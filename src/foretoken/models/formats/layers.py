@@ -239,8 +239,7 @@ def _norm(a: Architecture, reader: TensorReader, name: str, size: int | None = N
 def read_ends(source: Source, shared: Matrix | None = None) -> Ends:
     """Reads embedding, last norm and head. Raises ModelLoadError if a tensor is missing or has the wrong shape.
 
-    Args:
-        shared: embedding of a stack that has no other one and no head; None reads both.
+    shared: embedding of a stack that has no other one and no head; None reads both.
     """
     a, reader = source.architecture, source.reader
     names, base = a.names, reader.base

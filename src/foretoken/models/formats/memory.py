@@ -71,8 +71,7 @@ def reuse_freed() -> None:
 def give_back(width: int = _WIDE) -> None:
     """Returns freed memory to the system. glibc keeps it otherwise, in holes too small for the next large matrix.
 
-    Args:
-        width: width of the layers, or tokens of the vocabulary, that were read last; small ones are skipped.
+    width: width of the layers, or tokens of the vocabulary, that were read last; small ones are skipped.
     """
     if width < _WIDE:
         return

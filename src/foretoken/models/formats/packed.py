@@ -117,8 +117,7 @@ class PackedMatrix:
 class PackedWeights(StoredTensors):
     """A checkpoint's tensors, with packed matrices under the names of plain ones, dequantized to float32.
 
-    Args:
-        weights: the stored tensors.
+    weights: the stored tensors.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], s: PackedSettings) -> None:

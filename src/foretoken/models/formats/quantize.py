@@ -134,8 +134,7 @@ class Grouped:
     def with_inputs(self, order: Tensor) -> Grouped | None:
         """Returns the matrix with its inputs in another order; None if that would split groups.
 
-        Args:
-            order: the present index of each run of inputs; all runs have the same length.
+        order: the present index of each run of inputs; all runs have the same length.
         """
         run, layout = self.shape[1] // len(order), self.layout
         if run * len(order) != self.shape[1] or run % layout.group:
@@ -390,8 +389,7 @@ def quantize(weight: Tensor) -> Int8:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes each row of x [rows, n] by its largest magnitude.
 
-    Returns:
-        Values, int8 [rows, n], and scales, float32 [rows, 1]; x is about values * scales.
+    Returns values, int8 [rows, n], and scales, float32 [rows, 1]; x is about values * scales.
     """
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True).clamp_min_(_TINY)

@@ -150,9 +150,7 @@ def is_plain(path: Path, config: Any) -> bool:
     """Returns whether ``PlainTokenizer`` tokenizes as transformers does.
 
     True if the folder has only files and settings that are known not to change the ids.
-
-    Args:
-        config: the content of tokenizer_config.json.
+    config: the content of tokenizer_config.json.
     """
     files = ("special_tokens_map.json", "added_tokens.json")  # chat templates are left to transformers
     return (

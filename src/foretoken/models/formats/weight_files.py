@@ -80,11 +80,7 @@ class Stored(NamedTuple):
 
 
 class SafetensorsFile:
-    """A safetensors file, which is checked on construction.
-
-    Attributes:
-        tensors: stored tensors by name.
-    """
+    """A safetensors file, which is checked on construction. tensors: stored tensors by name."""
 
     def __init__(self, path: Path) -> None:
         """Reads the header. Raises safetensors' own errors and OSError for a file that is damaged or not readable."""

@@ -158,15 +158,13 @@ def _clusters(
 class QueryOnlyRunner(NativeRunner):
     """A runner whose rows see only the first rows of a slot of another runner.
 
-    All rows of a plan's part see the ``first`` rows of its slot; they write nothing.
+    All rows of a plan's part see the ``first`` rows of its slot; they write nothing. Raises KernelsUnavailable if the
+    kernels do not support the model.
 
     Args:
         ends: embedding, last norm and vocabulary head.
         target: the runner of the model whose cache is read.
         sources: for each layer the target's layer whose keys and values it reads; their sizes are equal.
-
-    Raises:
-        KernelsUnavailable: the kernels do not support the model.
     """
 
     def __init__(

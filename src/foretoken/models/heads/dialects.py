@@ -24,14 +24,11 @@ Written = tuple[dict[str, Any], dict[str, Tensor]]
 def write_eagle(
     head: EagleHead, dialect: str, taps: tuple[int, ...] | None = None, verifier: str | None = None
 ) -> Written:
-    """Returns ``head`` in the format ``dialect``.
+    """Returns ``head`` in the format ``dialect``. Raises InvalidRequest if the format does not support such heads.
 
     Args:
         taps: indices of the inputs of the tapped layers; None for the head's.
         verifier: the target's name or folder, which the speculators format contains.
-
-    Raises:
-        InvalidRequest: the format does not support such heads.
     """
     if dialect not in EAGLE_DIALECTS or (head.version != 3 and dialect == "speculators"):
         raise InvalidRequest(
@@ -135,14 +132,11 @@ BLOCK_DIALECTS = ("original", "vllm", "sglang", "speculators")
 
 
 def write_block(head: BlockHead, dialect: str, vocabulary: Tensor | None = None, verifier: str = "") -> Written:
-    """Returns ``head`` in the layout ``dialect``.
+    """Returns ``head`` in the layout ``dialect``. Raises InvalidRequest if the layout does not support such heads.
 
     Args:
         vocabulary: the target's vocabulary head [V, H], for a head without its own.
         verifier: the target's name or folder, which the layout of speculators contains.
-
-    Raises:
-        InvalidRequest: the layout does not support such heads.
     """
     if dialect not in BLOCK_DIALECTS:
         raise InvalidRequest(f"block drafters have no dialect {dialect!r}; known: {', '.join(BLOCK_DIALECTS)}")

@@ -275,8 +275,7 @@ class FeatureNet(DraftNet):
     def _fed(self, handles: Sequence[HeadHandle], between: Sequence[Tensor] = ()) -> Tensor | TapRows:
         """Returns the input of a pass over all pending rows: their features, or the states that it makes them from.
 
-        Args:
-            between: features of rows behind those of each sequence.
+        between: features of rows behind those of each sequence.
         """
         taps = [rows for handle in handles for rows in handle.taps]
         whole = self._runner.fuses and not between and all(rows.addressable for rows in taps)

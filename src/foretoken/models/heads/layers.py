@@ -105,8 +105,7 @@ class HeadAttention(nn.Module):
 class UnrolledAttention(HeadAttention):
     """Attention over the target's features, and over the layer's own outputs at the depths before.
 
-    Attributes:
-        turned: Dimensions of a head that are rotated, the first ones.
+    turned: Dimensions of a head that are rotated, the first ones.
     """
 
     def __init__(self, inputs: int, shape: Any, heads: int | None, kv_heads: int | None, **options: Any) -> None:

@@ -93,11 +93,7 @@ class StackHandle(HeadHandle):
 
 
 class MtpStack(DraftNet):
-    """The network of several MTP layers.
-
-    Args:
-        nets: the layers.
-    """
+    """The network of several MTP layers. nets: the layers."""
 
     def __init__(self, nets: Sequence[MtpNet]) -> None:
         self.nets = tuple(nets)

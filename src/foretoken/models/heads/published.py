@@ -137,8 +137,7 @@ def _is_target(path: Path, row: PublishedDrafter, head: Path) -> bool:
 def published_drafters(model: str | Path, method: str | None = None) -> list[FoundDrafter]:
     """Returns the published drafters of a model, the best first.
 
-    Args:
-        model: Folder, GGUF file or hub name. A hub name need not be in the cache.
+    model: Folder, GGUF file or hub name. A hub name need not be in the cache.
     """
     path = local_path(str(model))
     names = [str(model).partition(":")[0]] if path is None else names_of(path)

@@ -17,15 +17,13 @@ _CHECKED: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 class HFModel(RunnerModel):
     """A transformers module as a ``Model``.
 
-    The constructor ends with a check that the module's logits in a batch equal its logits alone (``probe.py``).
+    The constructor ends with a check that the module's logits in a batch equal its logits alone (``probe.py``). Raises
+    ModelLoadError if the module is an encoder-decoder, keeps a state that cannot be rewound (Mamba and other recurrent
+    layers), counts rows instead of positions in its attention (ALiBi, GPT-Neo), or fails the check.
 
     Args:
         module: the live module; it is shared, not copied.
         max_length: maximum length of a sequence in tokens; None for the module's.
-
-    Raises:
-        ModelLoadError: the module is an encoder-decoder, keeps a state that cannot be rewound (Mamba and other
-            recurrent layers), counts rows instead of positions in its attention (ALiBi, GPT-Neo), or fails the check.
     """
 
     no_adapters = (

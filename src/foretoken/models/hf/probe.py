@@ -38,11 +38,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
     """Loads the module of a safetensors checkpoint.
 
-    Args:
-        options: further arguments of transformers' ``from_pretrained``.
-
-    Raises:
-        ModelLoadError: the checkpoint is incomplete or malformed.
+    Raises ModelLoadError if the checkpoint is incomplete or malformed.
+    options: further arguments of transformers' ``from_pretrained``.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -74,11 +71,8 @@ def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
 def check_size(config: Any, path: Path) -> None:
     """Builds the module without memory, and compares its size with the checkpoint's.
 
-    Args:
-        config: the configuration as transformers reads it.
-
-    Raises:
-        ModelLoadError: the module is much larger than its tensors, or its tables do not fit into memory.
+    Raises ModelLoadError if the module is much larger than its tensors, or its tables do not fit into memory.
+    config: the configuration as transformers reads it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -114,8 +108,7 @@ def check_parameters(module: Any, path: Path) -> None:
 def check_supported(module: Any, config: Any) -> None:
     """Raises ModelLoadError for a module that is known not to work, with the reason.
 
-    Args:
-        config: the configuration of its language model.
+    config: the configuration of its language model.
     """
     name = type(module).__name__
     if getattr(module.config, "is_encoder_decoder", False):

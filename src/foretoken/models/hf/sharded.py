@@ -42,9 +42,7 @@ class RankGroup:
     """This process among all ranks.
 
     After an order that failed, the state of the other ranks is unknown, so no further orders are sent.
-
-    Args:
-        owned: whether this object destroys the process group at the end.
+    owned: whether this object destroys the process group at the end.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, owned: bool) -> None:

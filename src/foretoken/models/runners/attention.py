@@ -114,8 +114,7 @@ class Geometry:
     def biased(self, table: Tensor, plan: PassPlan) -> "Geometry":
         """Returns the layout with biases in the masks, [S, kv_heads = 1, width, heads, keys]: ALiBi.
 
-        Args:
-            table: biases [heads, positions], whose differences are used; see ``families.architecture.Alibi``.
+        table: biases [heads, positions], whose differences are used; see ``families.architecture.Alibi``.
         """
         rows, keys = self._positions(plan)
         biases = (table[:, keys][:, :, None] - table[:, rows][..., None]).permute(1, 2, 0, 3)[:, None]
@@ -124,8 +123,7 @@ class Geometry:
     def relative(self, tables: Sequence[Tensor], plan: PassPlan) -> "Geometry":
         """Returns the layout with T5's biases in the masks, [S, heads, width, 1, keys]. All layers have one view.
 
-        Args:
-            tables: for each layer biases by distance, [heads, 2 * farthest + 1]; equal ones may be the same object.
+        tables: for each layer biases by distance, [heads, 2 * farthest + 1]; equal ones may be the same object.
         """
         rows, keys = self._positions(plan)
         distance = keys[:, None] - rows[:, :, None]
@@ -245,16 +243,13 @@ def look_up(
     a: AttentionSizes,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Computes attention.
+    """Computes attention. Returns [R, heads * head_dim].
 
     Args:
         keys: [S, kv_heads, K, head_dim].
         values: [S, kv_heads, K, head_dim].
         mask: is added to the scores, broadcast to [S, kv_heads, width, group, K].
         sinks: see ``attend``.
-
-    Returns:
-        [R, heads * head_dim]
     """
     dtype, heads, kv_heads, dim = queries.dtype, a.heads, a.kv_heads, a.head_dim
     sequences, group = g.high - g.low, heads // kv_heads

@@ -107,15 +107,12 @@ class Runner(ABC):
     def acquire(
         self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
     ) -> tuple[int, int]:
-        """Takes the lowest free slot.
+        """Takes the lowest free slot. Returns the slot, and the number of leading tokens whose rows it already holds.
 
         Args:
             tokens: the prompt, for the prefix cache.
             scope: rows are shared only between prompts of the same scope and adapter.
             adapter: the adapter of the sequence, one of ``adapters``; None for none.
-
-        Returns:
-            The slot, and the number of leading tokens whose rows it already holds.
         """
         return self._pages.acquire(tokens, scope)
 
@@ -133,11 +130,8 @@ class Runner(ABC):
     def pack_adapter(self, layers: Sequence[AdapterLayer]) -> Any:
         """Returns an adapter for ``add_adapter``. Passes may run in another thread meanwhile.
 
-        Args:
-            layers: its matrices by layer.
-
-        Raises:
-            InvalidRequest: the runner computes no adapters.
+        Raises InvalidRequest if the runner computes no adapters.
+        layers: its matrices by layer.
         """
         raise InvalidRequest(
             "LoRA adapters are computed by the compiled kernels alone, and torch operators compute this model "
@@ -171,8 +165,7 @@ class Runner(ABC):
     def resume(self, slot: int, rows: int) -> int:
         """Prepares a slot for a pass that follows its first ``rows`` rows.
 
-        Returns:
-            Number of these rows that the pass can follow; it computes the others again, to the same bits.
+        Returns the number of these rows that the pass can follow; it computes the others again, to the same bits.
         """
         return self._pages.resume(slot, rows)
 

@@ -34,13 +34,10 @@ def build_runner(
 ) -> Runner:
     """Returns the fastest runner for this model on this device.
 
-    Args:
-        layers: weights of each layer. They are read one layer at a time, so that only one layer is in memory twice,
-            and again from the start if the compiled kernels do not support them.
-
-    Raises:
-        InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor, or the model has
-            recurrent layers or a KV cache of another dtype and there are no kernels for it.
+    Raises InvalidRequest if weights cannot be packed on this device, in this dtype or on this processor, or the model
+    has recurrent layers or a KV cache of another dtype and there are no kernels for it.
+    layers: weights of each layer. They are read one layer at a time, so that only one layer is in memory twice, and
+    again from the start if the compiled kernels do not support them.
     """
     check_packed(weight_format, dtype, device)
     not_compiled = f"the device is {device.type}"

@@ -62,7 +62,7 @@ class Layout(Protocol):
         view: tuple[int, bool],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Writes new keys and values to the cache, if any, then computes attention.
+        """Writes new keys and values to the cache, if any, then computes attention. Returns [R, heads * head_dim].
 
         Args:
             layer: index of the layer in the cache.
@@ -70,7 +70,4 @@ class Layout(Protocol):
             values: [R, kv_heads, head_dim], or [R, 0, head_dim].
             view: the keys that a row sees; see ``families.layers.Layer.view``.
             sinks: scores [heads] of a key without a value; None for none.
-
-        Returns:
-            [R, heads * head_dim]
         """

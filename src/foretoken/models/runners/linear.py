@@ -69,8 +69,7 @@ class Product(Protocol):
     def __call__(self, x: Tensor, any_kernel: bool = False) -> Tensor:
         """Multiplies x [rows, in]. Returns [rows, out].
 
-        Args:
-            any_kernel: whether these rows are always computed together. The kernel may then depend on their number.
+        any_kernel: whether these rows are always computed together. The kernel may then depend on their number.
         """
 
 

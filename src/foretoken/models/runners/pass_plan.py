@@ -75,9 +75,8 @@ def tapped_rows(taps: Mapping[int, Tensor]) -> int:
 class TapRows:
     """Rows of the target's tapped layers that a head has not read yet, left where the passes wrote them.
 
-    Attributes:
-        chunks: the states of all layers, as the pass returned them or [n, Ht] each, and which of their rows are meant;
-            each of another pass.
+    chunks: the states of all layers, as the pass returned them or [n, Ht] each, and which of their rows are meant; each
+    of another pass.
     """
 
     chunks: list[tuple[Tapped | DeviceTaps | tuple[Tensor, ...], Sequence[int]]] = field(default_factory=list)

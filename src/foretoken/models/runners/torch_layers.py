@@ -37,8 +37,7 @@ from foretoken.models.runners.triton_kernels.steps import RecurrentLayer, Steps
 class StackProducts:
     """The products of all experts or heads.
 
-    Attributes:
-        kernels: ``triton_kernels.experts.ExpertStack`` of all matrices if kernels take them: floats on CUDA; else None.
+    kernels: ``triton_kernels.experts.ExpertStack`` of all matrices if kernels take them: floats on CUDA; else None.
     """
 
     def __init__(self, stack: MatrixStack, device: torch.device) -> None:

@@ -67,10 +67,8 @@ class SlotCache(ABC):
     def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
         """Takes the lowest free slot, which keeps a batch dense, for a sequence that begins with ``tokens``.
 
-        Only rows with the same ``scope``, which is no integer, are reused.
-
-        Returns:
-            The slot, and the number of leading tokens whose rows it holds: always fewer than ``tokens``.
+        Only rows with the same ``scope``, which is no integer, are reused. Returns the slot, and the number of leading
+        tokens whose rows it holds: always fewer than ``tokens``.
         """
 
     @abstractmethod
@@ -195,8 +193,7 @@ class Pages(SlotCache):
     def reserve(self, number: int, first: int, rows: int) -> int:
         """Allocates pages for ``rows`` rows, of which those from ``first`` on will be written.
 
-        Returns:
-            The address of the slot's array of pages; valid until the slot grows.
+        Returns the address of the slot's array of pages; valid until the slot grows.
         """
         slot = self._slots[number]
         for at in range(first // PAGE, slot.known):

@@ -114,8 +114,7 @@ class ValueEnd:
     def push(self, text: str) -> int:
         """Returns the length of the part of ``text`` that belongs to the value, or -1 if all does and more follows.
 
-        Raises:
-            ValueError: The value does not begin with an opening bracket.
+        Raises ValueError if the value does not begin with an opening bracket.
         """
         if not self._depth and text[:1] not in self._opening:
             raise ValueError("no value in brackets")

@@ -143,8 +143,7 @@ def _with_ends(
 ) -> dict[str, Tensor]:
     """Returns the tensors with the source's embedding and vocabulary head in the place of missing ones.
 
-    Raises:
-        InvalidRequest: They have another size.
+    Raises InvalidRequest if they have another size.
     """
     given = {"embed_tokens": w.embedding, "lm_head": w.vocabulary}
     for name in ends:

@@ -124,11 +124,8 @@ def _check(config: dict[str, Any], shape: T5Shape) -> None:
 def head_groups(heads: int, wide_heads: int, real: bool) -> tuple[Copies, tuple[int, ...]]:
     """Returns the source of each wide head, and its column of the position biases.
 
-    Args:
-        real: False for a layer of fillers.
-
-    Raises:
-        ValueError: A group of one head would have to cancel.
+    Raises ValueError if a group of one head would have to cancel.
+    real: False for a layer of fillers.
     """
     sources: list[int] = []
     factors: list[float] = []

@@ -63,15 +63,13 @@ class Copies:
 def copies(real: int, wide: int, first_filler: int = 0) -> Copies:
     """Pads real units to ``wide`` units by pairs with factors (1, -1).
 
-    For an odd number the last real unit is halved. Without real units a triple (1, 1, -2) is added.
+    For an odd number the last real unit is halved. Without real units a triple (1, 1, -2) is added. Raises ValueError
+    if ``wide`` is too small, or a single filler unit would have to cancel.
 
     Args:
         real: Number of real units.
         wide: Number of wide units.
         first_filler: Number of the first filler unit.
-
-    Raises:
-        ValueError: ``wide`` is too small, or a single filler unit would have to cancel.
     """
     sources, factors = list(range(real)), [1.0] * real
     extra, filler = wide - real, first_filler

@@ -357,8 +357,7 @@ def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> Iterator[tuple[
 def _template(vocabulary: _Vocabulary, header: Header, bos: bool) -> dict[str, Any] | None:
     """Returns the post-processor that adds special tokens to a text; None if it adds none.
 
-    Args:
-        bos: whether texts begin with the start token by default.
+    bos: whether texts begin with the start token by default.
     """
     flags = {"bos": header.metadata.get("tokenizer.ggml.add_bos_token", bos)}
     flags["eos"] = header.metadata.get("tokenizer.ggml.add_eos_token", False)

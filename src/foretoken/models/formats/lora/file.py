@@ -164,11 +164,7 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.wei
 
 
 class AdapterFile:
-    """Reads the matrices of one adapter.
-
-    Attributes:
-        modules: names of the modules that have matrices.
-    """
+    """Reads the matrices of one adapter. modules: names of the modules that have matrices."""
 
     def __init__(self, folder: Path, file: Any) -> None:
         self._folder, self._file = folder, file

@@ -195,8 +195,7 @@ class ChainArrays:
 class PositionTables:
     """The tables that a specification points to, as long as passes have reached so far.
 
-    Args:
-        spec: its specification, whose pointers are set.
+    spec: its specification, whose pointers are set.
     """
 
     def __init__(self, architecture: Architecture, spec: ModelSpec) -> None:

@@ -240,8 +240,7 @@ class DecoderFunctions:
 class Workspace:
     """Memory of passes, freed when the object is garbage-collected.
 
-    Args:
-        functions: functions of the library that allocated it.
+    functions: functions of the library that allocated it.
     """
 
     def __init__(self, functions: DecoderFunctions, address: c_void_p) -> None:

@@ -135,14 +135,11 @@ _VERSION = re.compile(rb"GLIBC_(\d+)\.(\d+)")
 
 
 def build_wheel_kernels(name: str, names: Sequence[str] = ()) -> tuple[str, dict[str, Path]]:
-    """Compiles the libraries of a wheel.
+    """Compiles the libraries of a wheel. Returns the wheel's tag, and files by their names in the wheel.
 
     Args:
         name: One of ``toolchain.PLATFORMS``, compiled by Zig, or "here": this machine, by its own compiler.
         names: Instruction-set levels; empty for all of the platform.
-
-    Returns:
-        The wheel's tag, and files by their names in the wheel.
 
     Raises:
         ValueError: The platform or a level is not known.

@@ -66,11 +66,8 @@ ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "rel
 class Description:
     """Builds the specification of a model.
 
-    Args:
-        compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
-
-    Attributes:
-        product_bytes: bytes that the products of a pass over one row read.
+    compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
+    product_bytes: bytes that the products of a pass over one row read.
     """
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype, arena: Arena, compress: bool) -> None:

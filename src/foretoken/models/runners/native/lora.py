@@ -29,11 +29,7 @@ from foretoken.models.runners.native.packing import Arena, halves, pack
 
 
 class PackedAdapter:
-    """The matrices of one adapter in float32.
-
-    Args:
-        layers: the adapter's matrices by layer.
-    """
+    """The matrices of one adapter in float32. layers: the adapter's matrices by layer."""
 
     def __init__(self, architecture: Architecture, layers: Sequence[AdapterLayer]) -> None:
         self._memory = Arena(packing_library(), 2**22)

@@ -270,8 +270,7 @@ def _pack_words(arena: Arena, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]
 def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
     """Moves a packed bfloat16 matrix to an arena, in 12 bits if few have a rare upper byte; see csrc/packed.hpp.
 
-    Returns:
-        Objects that the matrix points to; empty if it is unchanged.
+    Returns objects that the matrix points to; empty if it is unchanged.
     """
     threads, units, pairs = torch.get_num_threads(), matrix.units, matrix.units * matrix.steps // 2
     table, counts = torch.zeros(units, 16, dtype=torch.uint8), torch.zeros(units, dtype=torch.int32)

@@ -391,9 +391,7 @@ class NativeRunner(Runner):
         """Takes the embedding and the slots of ``model``, a runner of the same model in another number format.
 
         Rows that this runner writes behind the committed ones of a slot stay until a pass of ``model`` overwrites them.
-
-        Returns:
-            Whether the slots are shared. Recurrent layers are not: their states have one history.
+        Returns whether the slots are shared. Recurrent layers are not: their states have one history.
         """
         own, spec = self._spec.embedding, model._spec
         self._held = [each for each in self._held if not isinstance(each, Tensor) or each.data_ptr() != own]
@@ -430,8 +428,7 @@ class NativeRunner(Runner):
     def floor(self, rows: int) -> float:
         """Runs only the matrix products of a pass.
 
-        Returns:
-            Their seconds: a lower bound for a pass over ``rows`` rows.
+        Returns their seconds: a lower bound for a pass over ``rows`` rows.
         """
         started = perf_counter()
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)

@@ -21,8 +21,7 @@ from foretoken.models.state.pages import PAGE, Pages
 def check_supported(architecture: Architecture, dtype: torch.dtype, features: bool) -> None:
     """Raises KernelsUnavailable for a dtype or sizes that the kernels do not support.
 
-    Args:
-        features: whether the model takes features.
+    features: whether the model takes features.
     """
     a = architecture
     if dtype not in (torch.float32, torch.bfloat16):
@@ -69,11 +68,8 @@ SCALE = 4  # bytes of the scale of one head's keys or values in an int8 cache
 def cache_kind(architecture: Architecture, dtype: torch.dtype, kv_cache_dtype: str) -> Kind:
     """Returns the type of keys and values.
 
-    Args:
-        kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``; "auto" is ``dtype``.
-
-    Raises:
-        InvalidRequest: int8 is requested for latent attention.
+    Raises InvalidRequest if int8 is requested for latent attention.
+    kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``; "auto" is ``dtype``.
     """
     refuse_int8_latents(architecture, kv_cache_dtype)
     return {"auto": KINDS[dtype], "bfloat16": Kind.BFLOAT16, "int8": Kind.INT8}[kv_cache_dtype]
