@@ -47,9 +47,7 @@ class TimedTask:
 
 
 def interleaved(
-    tasks: Mapping[Key, TimedTask],
-    turns: int,
-    track: Callable[[Sequence[int]], Iterable[int]] = iter,
+    tasks: Mapping[Key, TimedTask], turns: int, track: Callable[[Sequence[int]], Iterable[int]] = iter
 ) -> dict[Key, TimeSpread]:
     """Runs every task once untimed, then ``turns`` times in rotating order. ``track`` wraps the turns for progress."""
     keys = list(tasks)

@@ -136,11 +136,7 @@ def _cell(form: str, record: Mapping[str, Any]) -> str:
 
 
 def report(
-    parts: Iterable[Table | str],
-    facts: Mapping[str, Any],
-    file: Path | None,
-    as_json: bool = False,
-    **record: Any,
+    parts: Iterable[Table | str], facts: Mapping[str, Any], file: Path | None, as_json: bool = False, **record: Any
 ) -> None:
     """Prints the result of a run with its setting, and writes both to ``file`` as JSON.
 

@@ -105,12 +105,7 @@ def audit_server(
 
 
 def audit_engine(
-    engine: str,
-    models: ModelOptions,
-    compared: AuditOptions,
-    checkpoint: str | None,
-    concurrency: int,
-    notes: Console,
+    engine: str, models: ModelOptions, compared: AuditOptions, checkpoint: str | None, concurrency: int, notes: Console
 ) -> Audit:
     """Audits an engine in processes of its own, like a server. Raises InvalidRequest and ForetokenError."""
     tokens, seconds = budget(compared.budget)

@@ -219,10 +219,7 @@ class LogOptions:
 
     def check(self) -> None:
         """Raises InvalidRequest for unknown values."""
-        for name, value, known in (
-            ("--log-level", self.log_level, LEVELS),
-            ("--log-format", self.log_format, FORMATS),
-        ):
+        for name, value, known in (("--log-level", self.log_level, LEVELS), ("--log-format", self.log_format, FORMATS)):
             if value not in known:
                 raise InvalidRequest(f"{name} must be one of {', '.join(known)}, got {value!r}")
 

@@ -56,13 +56,7 @@ def hybrid(run: RunOptions, corpus: Texts = None, *, config: TrainConfig, shape:
 
 
 @app.command()
-@grouped(
-    run=RUN,
-    config=configs.DRAFT_CONFIG,
-    shape=shapes.DRAFT_SHAPE,
-    distill=DistillConfig(),
-    without=("dropout",),
-)
+@grouped(run=RUN, config=configs.DRAFT_CONFIG, shape=shapes.DRAFT_SHAPE, distill=DistillConfig(), without=("dropout",))
 def draft(
     run: RunOptions,
     target: Annotated[str | None, typer.Argument(metavar="TARGET", help="Folder of the target, or --model.")] = None,

@@ -187,11 +187,7 @@ class Survival:
     """
 
     def __init__(
-        self,
-        max_rank: int,
-        prior: "Survival | None" = None,
-        memory: float | None = None,
-        tuning: Tuning = TUNING,
+        self, max_rank: int, prior: "Survival | None" = None, memory: float | None = None, tuning: Tuning = TUNING
     ) -> None:
         self.max_rank, self._prior, self._tuning = max_rank, prior, tuning
         self._keep = 1.0 - 1.0 / (memory or tuning.request_drafts)

@@ -23,10 +23,7 @@ class MemoryWatch:
     """
 
     def __init__(
-        self,
-        max_tokens: int,
-        read: Callable[[], Memory | None],
-        clock: Callable[[], float] = time.monotonic,
+        self, max_tokens: int, read: Callable[[], Memory | None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._most, self._read, self._clock = max(1, max_tokens.bit_length()), read, clock
         self.halvings = 0

@@ -210,11 +210,7 @@ def report_second_rounding(path: str, quantization: str) -> None:
 
 
 def _needed(
-    tensors: StoredTensors,
-    scheme: Quantizer | None,
-    dtype: torch.dtype,
-    compiled: bool,
-    bits: float | None,
+    tensors: StoredTensors, scheme: Quantizer | None, dtype: torch.dtype, compiled: bool, bits: float | None
 ) -> int:
     """Returns the bytes of the weights once they are loaded.
 

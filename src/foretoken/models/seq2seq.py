@@ -296,13 +296,7 @@ class StackRunner(NativeRunner):
     """
 
     def __init__(
-        self,
-        source: Source,
-        ends: Ends,
-        dtype: torch.dtype,
-        compress: bool,
-        decoder: ModelSpec,
-        owner: object,
+        self, source: Source, ends: Ends, dtype: torch.dtype, compress: bool, decoder: ModelSpec, owner: object
     ) -> None:
         architecture = source.architecture
         self._begin(architecture, dtype, None)

@@ -163,10 +163,7 @@ class EndpointClient:
 
     async def _page(self, path: str, body: Mapping[str, Any] | None) -> str:
         method, sent, content = "GET" if body is None else "POST", None if body is None else dict(body), bytearray()
-        async with (
-            self._http(_PAGE_SECONDS) as http,
-            http.stream(method, f"{self.url}{path}", json=sent) as answer,
-        ):
+        async with self._http(_PAGE_SECONDS) as http, http.stream(method, f"{self.url}{path}", json=sent) as answer:
             if answer.status_code != 200:
                 return ""
             async for chunk in answer.aiter_bytes():

@@ -173,10 +173,7 @@ def sides_of(plain: Side, speculative: Side, depth: int) -> list[Side]:
     if not name:
         return [plain, replace(speculative, depth=depth)]
     depths.add(2 * depth if 2 * depth <= _DEEPEST else max(1, depth // 2))
-    return [
-        plain,
-        *(replace(speculative, name=f"speculative {n}", switch={name: n}, depth=n) for n in sorted(depths)),
-    ]
+    return [plain, *(replace(speculative, name=f"speculative {n}", switch={name: n}, depth=n) for n in sorted(depths))]
 
 
 @dataclass

@@ -61,10 +61,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    worker: Worker,
-    settings: ServerSettings | None = None,
-    tracer: RequestTracer | None = None,
-    guarded: bool = True,
+    worker: Worker, settings: ServerSettings | None = None, tracer: RequestTracer | None = None, guarded: bool = True
 ) -> FastAPI:
     """Returns the app of a worker. Its lifespan starts and closes the worker.
 

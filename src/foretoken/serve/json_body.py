@@ -67,7 +67,7 @@ def _check_structure(body: bytes) -> None:
     values = opened + outside.count(b":")
     if values > MAX_VALUES:
         raise invalid(
-            f"the body holds {values} arrays, objects and members of objects; this server reads at most {MAX_VALUES}",
+            f"the body holds {values} arrays, objects and members of objects; this server reads at most {MAX_VALUES}"
         )
     if opened <= MAX_DEPTH:
         return

@@ -127,11 +127,7 @@ class Service:
         return replace(ready, params=replace(ready.params, cache_salt=salt, lora=lora))
 
     async def generate(
-        self,
-        prefix: str,
-        body: Sampling,
-        make_writer: Callable[[PreparedRequest[Any]], AnswerWriter],
-        request: Request,
+        self, prefix: str, body: Sampling, make_writer: Callable[[PreparedRequest[Any]], AnswerWriter], request: Request
     ) -> Response:
         """Answers a request that generates. prefix: beginning of the answer's identifier."""
         prepared = await self.prepare(body, request)

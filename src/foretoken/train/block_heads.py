@@ -134,11 +134,7 @@ class EarlyExitHead(Head):
         return Drafted([logits[:, 1 + depth : 1 + depth + roots] for depth in range(depths)])
 
     def describe(self, target: FrozenTarget) -> dict[str, Any]:
-        return {
-            "model_type": "foretoken_early_exit",
-            "hidden_size": target.hidden,
-            "exit_layer": self.exit_layer,
-        }
+        return {"model_type": "foretoken_early_exit", "hidden_size": target.hidden, "exit_layer": self.exit_layer}
 
 
 class DFlashHead(Head):

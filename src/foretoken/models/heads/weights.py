@@ -101,12 +101,7 @@ class HeadProduct:
     __slots__ = ("_product", "_table", "native")
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        table: Tensor | None = None,
+        self, weight: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype, table: Tensor | None = None
     ) -> None:
         weight, bias = weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
         self._product: Callable[[Tensor], Tensor]

@@ -231,10 +231,7 @@ class PassPlan:
 
     @staticmethod
     def of(
-        handles: Sequence[Handle],
-        drafts: Sequence[Draft],
-        scored: Sequence[int],
-        fed: Tensor | TapRows | None = None,
+        handles: Sequence[Handle], drafts: Sequence[Draft], scored: Sequence[int], fed: Tensor | TapRows | None = None
     ) -> PassPlan:
         """Returns the pass over all pending tokens and the draft nodes from ``scored[i]`` on.
 

@@ -234,11 +234,7 @@ def measured_plain(waves: Sequence[Wave]) -> PassSeconds | None:
 
 
 def measured_speculative(
-    waves: Sequence[Wave],
-    beside: Sequence[Wave],
-    plain: PassSeconds,
-    tokens_per_pass: float,
-    bursts: float | None,
+    waves: Sequence[Wave], beside: Sequence[Wave], plain: PassSeconds, tokens_per_pass: float, bursts: float | None
 ) -> PassSeconds | None:
     """Returns the seconds of a speculative pass in some waves of one size, None if fewer than two of them were full.
 

@@ -148,10 +148,7 @@ def measure(
 
 
 def train_seq2seq(
-    options: RunOptions,
-    corpus: Corpus,
-    shape: T5Shape = SEQ2SEQ_SHAPE,
-    config: TrainConfig = SEQ2SEQ_CONFIG,
+    options: RunOptions, corpus: Corpus, shape: T5Shape = SEQ2SEQ_SHAPE, config: TrainConfig = SEQ2SEQ_CONFIG
 ) -> dict[str, float]:
     """Trains a T5 on repair tasks with the bundled tokenizer, see ``train.runs``.
 

@@ -54,11 +54,7 @@ def _scaling(m: Metadata, rotated: int) -> dict[str, Any] | None:
 
 def _yarn(m: Metadata) -> dict[str, Any]:
     """Returns the settings of YaRN (2309.00071). llama.cpp rounds its bounds, except in gpt-oss."""
-    keys = {
-        "attention_factor": "yarn_attn_factor",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-    }
+    keys = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     settings = {name: m.number(f"rope.scaling.{key}") for name, key in keys.items()}
     every = m.number("rope.scaling.yarn_log_multiplier")
     if every is not None and m.architecture == "deepseek2":
@@ -306,11 +302,7 @@ def delta(m: Metadata) -> dict[str, Any]:
 def lfm2(m: Metadata) -> dict[str, Any]:
     """Returns the fields of LFM2; layers without heads of keys are short convolutions."""
     kinds = [FULL if heads else CONVOLUTION for heads in m.need_by_layer("attention.head_count_kv")]
-    return {
-        "layer_types": kinds,
-        "conv_L_cache": m.need("shortconv.l_cache"),
-        "block_auto_adjust_ff_dim": False,
-    }
+    return {"layer_types": kinds, "conv_L_cache": m.need("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
 
 
 def deepseek(m: Metadata) -> dict[str, Any]:

@@ -294,10 +294,7 @@ SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}  # numbers of csrc/s
 
 def dense_mlp(packer: WeightPacker, weights: _Mlp, gated: bool, inner: int) -> MlpSpec:
     return MlpSpec(
-        up=packer.linear(weights.up, gated),
-        down=packer.linear(weights.down),
-        inner=padded(inner, LANES),
-        gated=gated,
+        up=packer.linear(weights.up, gated), down=packer.linear(weights.down), inner=padded(inner, LANES), gated=gated
     )
 
 
