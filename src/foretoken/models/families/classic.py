@@ -4,10 +4,14 @@ They are part of the table of families (``table.py``). Defaults are those of tra
 """
 
 from dataclasses import replace
+from functools import partial
 
 from foretoken.models.families import fields
 from foretoken.models.families.family import Family, TensorNames
 
+layer_normed = partial(Family, centered=True, gated=False)
+"""Makes the row of a family with layer norms and ungated MLPs."""
+_unrotated = partial(layer_normed, rotary=False)
 LAYER_NORM_EPS = {"rms_norm_eps": "layer_norm_eps"}  # the name of that field in many families with layer norms
 _RATIO = {"mlp_ratio": 4}  # where intermediate_size is missing
 _GPT2 = TensorNames(
@@ -65,7 +69,7 @@ _BLOOM = replace(
 )
 
 CLASSIC: dict[str, Family] = {
-    "persimmon": Family(
+    "persimmon": layer_normed(
         names=replace(
             _MEGATRON,
             base="model.",
@@ -79,11 +83,9 @@ CLASSIC: dict[str, Family] = {
         ),
         aliases=LAYER_NORM_EPS,
         defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "qk_layernorm": True, "rms_norm_eps": 1e-5},
-        centered=True,
-        gated=False,
         fields=fields.head_norms_if_set,
     ),
-    "gpt_neox": Family(
+    "gpt_neox": layer_normed(
         names=_MEGATRON,
         aliases=LAYER_NORM_EPS | {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         defaults={
@@ -92,11 +94,9 @@ CLASSIC: dict[str, Family] = {
             "use_parallel_residual": True,
             "rms_norm_eps": 1e-5,
         },
-        centered=True,
-        gated=False,
         fields=fields.gpt_neox,
     ),
-    "gptj": Family(
+    "gptj": layer_normed(
         names=replace(
             _GPT2,
             positions=None,
@@ -108,33 +108,25 @@ CLASSIC: dict[str, Family] = {
         ),
         aliases=_GPT2_ALIASES,
         defaults=_GPT2_DEFAULTS | {"tie_word_embeddings": False, "rotary_dim": 64},
-        centered=True,
         parallel=True,
-        gated=False,
         paired=True,
         fields=fields.gptj,
     ),
-    "gpt2": Family(
+    "gpt2": _unrotated(
         names=replace(_GPT2, transposed=True),
         aliases=_GPT2_ALIASES,
         defaults=_GPT2_DEFAULTS | {"scale_attn_weights": True},
-        centered=True,
-        gated=False,
-        rotary=False,
         fields=fields.gpt2,
         refuses=fields.gpt2_refuses,
     ),
-    "gpt_bigcode": Family(
+    "gpt_bigcode": _unrotated(
         names=replace(_GPT2, by_group=True),
         aliases=_GPT2_ALIASES,
         defaults=_GPT2_DEFAULTS | {"hidden_act": "gelu_pytorch_tanh", "scale_attn_weights": True, "multi_query": True},
-        centered=True,
-        gated=False,
-        rotary=False,
         fields=fields.gpt_bigcode,
         refuses=fields.gpt2_refuses,
     ),
-    "gpt_neo": Family(
+    "gpt_neo": _unrotated(
         names=replace(
             _GPT2,
             qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
@@ -148,13 +140,10 @@ CLASSIC: dict[str, Family] = {
             "hidden_act": "activation_function",
         },
         defaults=_GPT2_DEFAULTS | {"use_sliding_window": True, "sliding_window": 256},
-        centered=True,
-        gated=False,
-        rotary=False,
         kinds=fields.alternating,
         fields=fields.gpt_neo,
     ),
-    "opt": Family(
+    "opt": _unrotated(
         names=replace(_FAIRSEQ, base="model.decoder.", last_norm="final_layer_norm"),
         aliases={
             "intermediate_size": "ffn_dim",
@@ -168,13 +157,10 @@ CLASSIC: dict[str, Family] = {
             "do_layer_norm_before": True,
             "remove_final_layer_norm": False,
         },
-        centered=True,
-        gated=False,
-        rotary=False,
         position_offset=2,
         refuses=fields.opt_refuses,
     ),
-    "biogpt": Family(
+    "biogpt": _unrotated(
         names=replace(_FAIRSEQ, base="biogpt.", head="output_projection"),
         defaults={
             "hidden_act": "gelu",
@@ -182,13 +168,10 @@ CLASSIC: dict[str, Family] = {
             "tie_word_embeddings": True,
             "scale_embedding": True,
         },
-        centered=True,
-        gated=False,
-        rotary=False,
         position_offset=2,
         fields=fields.biogpt,
     ),
-    "falcon": Family(
+    "falcon": layer_normed(
         names=replace(_BLOOM, norm="input_layernorm"),
         aliases={
             "hidden_size": "n_embed",
@@ -206,11 +189,9 @@ CLASSIC: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True,
         },
-        centered=True,
-        gated=False,
         fields=fields.falcon,
     ),
-    "bloom": Family(
+    "bloom": _unrotated(
         names=replace(_BLOOM, embedding_norm="word_embeddings_layernorm"),
         aliases={
             "hidden_size": "n_embed",
@@ -225,13 +206,10 @@ CLASSIC: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True,
         },
-        centered=True,
-        gated=False,
-        rotary=False,
         fields=fields.bloom,
         refuses=fields.bloom_refuses,
     ),
-    "mpt": Family(
+    "mpt": _unrotated(
         names=TensorNames(
             base="transformer.",
             embedding="wte",
@@ -252,9 +230,6 @@ CLASSIC: dict[str, Family] = {
             "rms_norm_eps": "layer_norm_epsilon",
         },
         defaults=_RATIO | {"hidden_act": "gelu", "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "attn_config": {}},
-        centered=True,
-        gated=False,
-        rotary=False,
         fields=fields.mpt,
         refuses=fields.mpt_refuses,
     ),

@@ -147,9 +147,7 @@ _QWEN: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1}
 _QWEN_512 = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 # The families with experts that the runtime computes.
 EXPERT_FAMILIES: dict[str, ExpertFamily] = {
-    "qwen3_moe": ExpertFamily(
-        _QWEN | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    ),
+    "qwen3_moe": ExpertFamily(_QWEN | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}),
     "qwen2_moe": ExpertFamily(
         _QWEN
         | {
@@ -161,13 +159,9 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
         _SHARED,
     ),
     "qwen3_next": ExpertFamily(
-        _QWEN | _QWEN_512 | {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10},
-        _SHARED,
+        _QWEN | _QWEN_512 | {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}, _SHARED
     ),
-    "qwen3_5_moe_text": ExpertFamily(
-        _QWEN_512 | {"num_experts": 256, "num_experts_per_tok": 8},
-        _SHARED,
-    ),
+    "qwen3_5_moe_text": ExpertFamily(_QWEN_512 | {"num_experts": 256, "num_experts_per_tok": 8}, _SHARED),
     "mixtral": ExpertFamily(
         {"num_local_experts": 8, "num_experts_per_tok": 2},
         Experts(
@@ -252,7 +246,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "n_shared_experts": 2,
             "norm_topk_prob": False,
             "topk_method": "greedy",
-        },
+        }
     ),
     "deepseek_v3": ExpertFamily(
         {

@@ -78,11 +78,7 @@ HYBRID: dict[str, Family] = {
     "qwen3_5_moe_text": replace(_QWEN_HYBRID, defaults={**_QWEN_HYBRID.defaults, "intermediate_size": 512}),
     "bamba": Family(
         names=_FEED_FORWARD,
-        defaults={
-            "partial_rotary_factor": 0.5,
-            "rms_norm_eps": 1e-5,
-            **_MAMBA,
-        },
+        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **_MAMBA},
         layers={recurrence.LINEAR: LayerKind(recurrent="mamba")},
         kinds=recurrence.bamba_kinds,
         fields=recurrence.bamba,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretoken.models.families import fields
-from foretoken.models.families.classic import CLASSIC, LAYER_NORM_EPS
+from foretoken.models.families.classic import CLASSIC, LAYER_NORM_EPS, layer_normed
 from foretoken.models.families.family import CHUNKED, Family
 from foretoken.models.families.hybrids import HYBRID, LLAMA, MULTIPLIERS
 from foretoken.models.families.latent import LATENT
@@ -71,11 +71,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}, head_norms="before", fields=fields.glm4_moe
     ),
     "llama4_text": Family(
-        names=replace(
-            LLAMA,
-            up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-            down="feed_forward.down_proj",
-        ),
+        names=replace(LLAMA, up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj"),
         defaults={
             "num_key_value_heads": 8,
             "head_dim": 128,
@@ -119,8 +115,7 @@ FAMILIES: dict[str, Family] = {
         refuses=fields.bidirectional,
     ),
     "gemma4_text": replace(
-        _GEMMA4,
-        defaults={**_GEMMA4.defaults, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+        _GEMMA4, defaults={**_GEMMA4.defaults, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
     ),
     "gemma4_unified_text": replace(_GEMMA4, defaults={**_GEMMA4.defaults, "sliding_window": 1024}),
     "vaultgemma": Family(
@@ -188,11 +183,7 @@ FAMILIES: dict[str, Family] = {
         refuses=fields.ernie4_5_moe_refuses,
     ),
     "exaone4": Family(
-        defaults=_WINDOW,
-        norms=POST,
-        head_norms="before",
-        kinds=fields.every(4),
-        fields=fields.only_sliding_rotate,
+        defaults=_WINDOW, norms=POST, head_norms="before", kinds=fields.every(4), fields=fields.only_sliding_rotate
     ),
     "exaone_moe": Family(
         aliases={"n_shared_experts": "num_shared_experts"},
@@ -203,8 +194,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "seed_oss": Family(defaults={"head_dim": 128}),
     "hunyuan_v1_dense": Family(
-        names=replace(LLAMA, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
-        head_norms="after",
+        names=replace(LLAMA, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"), head_norms="after"
     ),
     "hy_v3": Family(
         aliases={"n_shared_experts": "num_shared_experts", "routed_scaling_factor": "router_scaling_factor"},
@@ -232,20 +222,12 @@ FAMILIES: dict[str, Family] = {
     "internlm3": Family(defaults={"head_dim": 128}),
     "iquestcoder": Family(defaults={"head_dim": 128}),
     "arcee": Family(names=_UNGATED, defaults={"hidden_act": "relu2"}, gated=False),
-    "jais2": Family(
-        names=_UNGATED,
-        aliases=LAYER_NORM_EPS,
-        defaults={"hidden_act": "relu2"},
-        centered=True,
-        gated=False,
-    ),
-    "nemotron": Family(
+    "jais2": layer_normed(names=_UNGATED, aliases=LAYER_NORM_EPS, defaults={"hidden_act": "relu2"}),
+    "nemotron": layer_normed(
         names=_UNGATED,
         aliases={"rms_norm_eps": "norm_eps"},
         defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5},
-        centered=True,
         norm_offset=1.0,
-        gated=False,
     ),
     "nanochat": Family(
         names=replace(LLAMA, up=("mlp.fc1",), down="mlp.fc2", embedding_norm="norm"),
@@ -255,12 +237,10 @@ FAMILIES: dict[str, Family] = {
         head_norms="after",
         fields=fields.nanochat,
     ),
-    "starcoder2": Family(
+    "starcoder2": layer_normed(
         names=replace(LLAMA, up=("mlp.c_fc",), down="mlp.c_proj"),
         aliases={"rms_norm_eps": "norm_epsilon"},
         defaults=_WINDOWS | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-        centered=True,
-        gated=False,
         kinds=fields.sliding_if_set,
     ),
     "stablelm": Family(
@@ -270,7 +250,7 @@ FAMILIES: dict[str, Family] = {
         centered=True,
         fields=fields.stablelm,
     ),
-    "phi": Family(
+    "phi": layer_normed(
         names=replace(
             _FC,
             mlp_norm="input_layernorm",
@@ -280,9 +260,7 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases=LAYER_NORM_EPS,
         defaults={"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
-        centered=True,
         parallel=True,
-        gated=False,
         fields=fields.head_norms_if_set,
     ),
 }
