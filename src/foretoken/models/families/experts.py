@@ -128,11 +128,17 @@ class ExpertFamily:
 
 Count = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
 
+
+def _fields(count: int, chosen: int, inner: int | None = None, **others: Any) -> dict[str, Any]:
+    """Returns the numbers of experts and of those chosen for a row, the units of an expert, and other fields."""
+    return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": inner, **others}
+
+
 _SHARED = Experts(names=ExpertNames(shared="mlp.shared_expert"), shared_gate=True)
 _SIGMOID = Experts(scoring="sigmoid", divisor_eps=1e-20, correction=True)
 _BEST_TWO = replace(_SIGMOID, best_two=True)
 _GRANITE = ExpertFamily(
-    {"num_local_experts": 8, "num_experts_per_tok": 2},
+    _fields(8, 2),
     Experts(
         names=ExpertNames(
             "block_sparse_moe.router.layer",
@@ -144,91 +150,47 @@ _GRANITE = ExpertFamily(
     ),
 )
 _QWEN: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1}
-_QWEN_512 = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 # The families with experts that the runtime computes.
 EXPERT_FAMILIES: dict[str, ExpertFamily] = {
-    "qwen3_moe": ExpertFamily(_QWEN | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}),
-    "qwen2_moe": ExpertFamily(
-        _QWEN
-        | {
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-        },
-        _SHARED,
-    ),
+    "qwen3_moe": ExpertFamily(_QWEN | _fields(128, 8, 768)),
+    "qwen2_moe": ExpertFamily(_QWEN | _fields(60, 4, 1408, shared_expert_intermediate_size=5632), _SHARED),
     "qwen3_next": ExpertFamily(
-        _QWEN | _QWEN_512 | {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}, _SHARED
+        _QWEN | _fields(512, 10, 512, shared_expert_intermediate_size=512, norm_topk_prob=True), _SHARED
     ),
-    "qwen3_5_moe_text": ExpertFamily(_QWEN_512 | {"num_experts": 256, "num_experts_per_tok": 8}, _SHARED),
+    "qwen3_5_moe_text": ExpertFamily(_fields(256, 8, 512, shared_expert_intermediate_size=512), _SHARED),
     "mixtral": ExpertFamily(
-        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        _fields(8, 2),
         Experts(
             names=ExpertNames("block_sparse_moe.gate", experts="block_sparse_moe.experts", up=("w1", "w3"), down="w2")
         ),
     ),
-    "olmoe": ExpertFamily({"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}),
+    "olmoe": ExpertFamily(_fields(64, 8, norm_topk_prob=False)),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": replace(_GRANITE, defaults={**_GRANITE.defaults, "shared_intermediate_size": 1024}),
     "gpt_oss": ExpertFamily(
-        {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        _fields(128, 4, swiglu_alpha=1.702, swiglu_limit=7.0),
         Experts(names=ExpertNames("mlp.router"), biased=True, inputs_first=True),
     ),
     "gemma4_text": ExpertFamily({}, Experts(names=ExpertNames("router.proj", experts="experts"), beside=Beside())),
     "glm4_moe": ExpertFamily(
-        {
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "first_k_dense_replace": 1,
-        },
-        _BEST_TWO,
+        _fields(128, 8, 1408, n_shared_experts=1, norm_topk_prob=True, first_k_dense_replace=1), _BEST_TWO
     ),
     # The divisor of its weights is at least moe_norm_min, 1e-12, which a sum of softmax scores does not fall below.
     "ernie4_5_moe": ExpertFamily(
-        {
-            "num_experts": 64,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 1536,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-        },
+        _fields(64, 6, 1536, n_shared_experts=2, first_k_dense_replace=1),
         Experts(names=ExpertNames(correction="mlp.moe_statics.e_score_correction_bias"), correction=True),
     ),
     "exaone_moe": ExpertFamily(
-        {
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1024,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 2.5,
-            "first_k_dense_replace": 1,
-        },
+        _fields(64, 8, 1024, n_shared_experts=1, routed_scaling_factor=2.5, first_k_dense_replace=1),
         replace(_BEST_TWO, names=ExpertNames(correction="mlp.e_score_correction_bias")),
     ),
     "hy_v3": ExpertFamily(
-        {
-            "num_experts": 192,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1536,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 2.826,
-            "first_k_dense_replace": 1,
-        },
+        _fields(192, 8, 1536, n_shared_experts=1, routed_scaling_factor=2.826, first_k_dense_replace=1),
         replace(_SIGMOID, names=ExpertNames("mlp.router.gate", "mlp.expert_bias", shared="mlp.shared_mlp")),
     ),
     "lfm2_moe": ExpertFamily(
-        {
-            "num_experts": 32,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1792,
-            "num_dense_layers": 2,
-            "use_expert_bias": True,
-        },
+        _fields(32, 4, 1792, num_dense_layers=2, use_expert_bias=True),
         Experts(
             names=ExpertNames(
                 "feed_forward.gate", "feed_forward.expert_bias", "feed_forward.experts", ("w1", "w3"), "w2"
@@ -238,42 +200,17 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             correction=True,
         ),
     ),
-    "deepseek_v2": ExpertFamily(
-        {
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 1407,
-            "n_shared_experts": 2,
-            "norm_topk_prob": False,
-            "topk_method": "greedy",
-        }
-    ),
+    "deepseek_v2": ExpertFamily(_fields(64, 6, 1407, n_shared_experts=2, norm_topk_prob=False, topk_method="greedy")),
     "deepseek_v3": ExpertFamily(
-        {
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "first_k_dense_replace": 3,
-        },
+        _fields(256, 8, 2048, n_shared_experts=1, routed_scaling_factor=2.5, first_k_dense_replace=3)
+        | {"n_group": 8, "topk_group": 4},
         _BEST_TWO,
     ),
     "glm4_moe_lite": ExpertFamily(
-        {
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1536,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 1.8,
-            "first_k_dense_replace": 1,
-        },
-        _BEST_TWO,
+        _fields(64, 4, 1536, n_shared_experts=1, routed_scaling_factor=1.8, first_k_dense_replace=1), _BEST_TWO
     ),
     "llama4_text": ExpertFamily(
-        {"num_local_experts": 16, "num_experts_per_tok": 1, "n_shared_experts": 1, "norm_topk_prob": False},
+        _fields(16, 1, n_shared_experts=1, norm_topk_prob=False),
         Experts(
             names=ExpertNames(
                 "feed_forward.router", experts="feed_forward.experts", shared="feed_forward.shared_expert"
@@ -284,12 +221,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
         ),
     ),
     "nemotron_h": ExpertFamily(
-        {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 7688,
-            "moe_shared_expert_intermediate_size": 7688,
-        },
+        _fields(8, 2, 7688, moe_shared_expert_intermediate_size=7688),
         replace(
             _BEST_TWO,
             gated=False,
