@@ -49,34 +49,25 @@ class MtpLayout:
     appended: bool = False
 
 
+def _within(layer: str, embedding: str, hidden: str, projection: str, norm: str, **order: bool) -> MtpLayout:
+    """Returns a layout whose names all begin with the layer's prefix."""
+    return MtpLayout(layer, layer + embedding, layer + hidden, layer + projection, layer + norm, **order)
+
+
 LAYOUTS = (
     # Qwen3-Next, Qwen3.5 and their relatives, EXAONE 4.5 and K-EXAONE: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct
     MtpLayout("mtp.layers.{}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
     # DeepSeek-V3, GLM-4.5, GLM-4.7-Flash and others: https://huggingface.co/deepseek-ai/DeepSeek-V3
-    MtpLayout(
-        "layers.{}.",
-        "layers.{}.enorm",
-        "layers.{}.hnorm",
-        "layers.{}.eh_proj",
-        "layers.{}.shared_head.norm",
-        appended=True,
-    ),
+    _within("layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm", appended=True),
     # Hy3: https://huggingface.co/tencent/Hy3-preview
-    MtpLayout(
-        "layers.{}.",
-        "layers.{}.enorm",
-        "layers.{}.hnorm",
-        "layers.{}.eh_proj",
-        "layers.{}.final_layernorm",
-        appended=True,
-    ),
+    _within("layers.{}.", "enorm", "hnorm", "eh_proj", "final_layernorm", appended=True),
     # MiMo: https://huggingface.co/XiaomiMiMo/MiMo-7B-RL
-    MtpLayout(
+    _within(
         "model.mtp_layers.{}.",
-        "model.mtp_layers.{}.token_layernorm",
-        "model.mtp_layers.{}.hidden_layernorm",
-        "model.mtp_layers.{}.input_proj",
-        "model.mtp_layers.{}.final_layernorm",
+        "token_layernorm",
+        "hidden_layernorm",
+        "input_proj",
+        "final_layernorm",
         hidden_first=True,
     ),
     # ERNIE 4.5, with the target's final norm: https://huggingface.co/baidu/ERNIE-4.5-21B-A3B-PT

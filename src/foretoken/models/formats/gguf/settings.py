@@ -8,9 +8,10 @@ matrix, on values and on ``ffn_down`` of some layers. If a type's blocks do not 
 """
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -111,39 +112,24 @@ def check_same(a: Architecture, stored: Architecture) -> None:
 
 
 _K = GGMLQuantizationType
-_F = LlamaFileType
 
 
-@dataclass(frozen=True, slots=True)
-class FileType:
-    """A file type of llama.cpp.
-
-    Attributes:
-        kind: the type of most matrices.
-        file_type: its number in the file.
-    """
+class FileType(NamedTuple):
+    """The type of most matrices of a file type of llama.cpp, and its number in the file."""
 
     kind: GGMLQuantizationType
     file_type: LlamaFileType
 
 
 MIXTURES = {
-    "F32": FileType(_K.F32, _F.ALL_F32),
-    "F16": FileType(_K.F16, _F.MOSTLY_F16),
-    "BF16": FileType(_K.BF16, _F.MOSTLY_BF16),
-    "Q8_0": FileType(_K.Q8_0, _F.MOSTLY_Q8_0),
-    "Q6_K": FileType(_K.Q6_K, _F.MOSTLY_Q6_K),
-    "Q5_K_M": FileType(_K.Q5_K, _F.MOSTLY_Q5_K_M),
-    "Q5_K_S": FileType(_K.Q5_K, _F.MOSTLY_Q5_K_S),
-    "Q5_1": FileType(_K.Q5_1, _F.MOSTLY_Q5_1),
-    "Q5_0": FileType(_K.Q5_0, _F.MOSTLY_Q5_0),
-    "Q4_K_M": FileType(_K.Q4_K, _F.MOSTLY_Q4_K_M),
-    "Q4_K_S": FileType(_K.Q4_K, _F.MOSTLY_Q4_K_S),
-    "Q4_1": FileType(_K.Q4_1, _F.MOSTLY_Q4_1),
-    "Q4_0": FileType(_K.Q4_0, _F.MOSTLY_Q4_0),
-    "Q3_K_L": FileType(_K.Q3_K, _F.MOSTLY_Q3_K_L),
-    "Q3_K_M": FileType(_K.Q3_K, _F.MOSTLY_Q3_K_M),
-    "Q3_K_S": FileType(_K.Q3_K, _F.MOSTLY_Q3_K_S),
+    name: FileType(
+        GGMLQuantizationType[re.sub("_[SML]$", "", name)],
+        LlamaFileType["ALL_F32" if name == "F32" else f"MOSTLY_{name}"],
+    )
+    for name in (
+        *("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0"),
+        *("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q3_K_L", "Q3_K_M", "Q3_K_S"),
+    )
 }
 _FLOATS = (_K.F32, _K.F16, _K.BF16)
 _FALLBACK = {_K.Q3_K: _K.Q4_0, _K.Q4_K: _K.Q5_0, _K.Q5_K: _K.Q5_1, _K.Q6_K: _K.Q8_0}
