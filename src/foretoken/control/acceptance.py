@@ -94,20 +94,14 @@ class PendingDraft:
 
     A draft is compared with the text whether it was verified or not. A node counts only if its parent was accepted and
     the text beyond it is known, so that text that ends early (right censoring) causes no bias.
-
-    Attributes:
-        cells: The cell of each node.
-        group: Their group of cells.
-        at: The deepest accepted node so far, -1 for the root.
-        depth: Its depth, the number of accepted tokens so far.
     """
 
     draft: Draft
     start: int
-    cells: Sequence[int] = ()
-    group: int | None = None
-    at: int = -1
-    depth: int = 0
+    cells: Sequence[int] = ()  # the cell of each node
+    group: int | None = None  # their group of cells
+    at: int = -1  # the deepest accepted node so far, -1 for the root
+    depth: int = 0  # its depth, the number of accepted tokens so far
 
     def follow(self, tokens: Sequence[int], rates: Rates | None = None) -> bool:
         """Follows the text as it is now and updates ``rates``. Returns whether nothing is left to learn."""
@@ -136,18 +130,12 @@ class SourceRecord:
     """Acceptance of one source's drafts of fixed candidates in one request.
 
     A node's cell is that of its claim; of copied text also of the streak, which shows how far it can be trusted.
-
-    Attributes:
-        rates: Its acceptance rates.
-        copies: The source copies text.
-        streak: Number of tokens that it had right just before.
-        open: Drafts whose text is not known to their end.
     """
 
-    rates: Rates
-    copies: bool
-    streak: int = 0
-    open: list[PendingDraft] = field(default_factory=list)
+    rates: Rates  # its acceptance rates
+    copies: bool  # the source copies text
+    streak: int = 0  # number of tokens that it had right just before
+    open: list[PendingDraft] = field(default_factory=list)  # drafts whose text is not known to their end
 
     def add(self, draft: Draft, start: int) -> list[float]:
         """Records a draft behind ``start`` tokens. Returns P(node accepted | its parent accepted) of its nodes."""

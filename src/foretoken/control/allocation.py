@@ -10,19 +10,12 @@ from foretoken.costs.model import CostModel
 
 @dataclass(frozen=True, slots=True)
 class LengthCandidates:
-    """Requests whose draft lengths are decided together.
+    """Requests whose draft lengths are decided together."""
 
-    Attributes:
-        caps: [N], maximum number of nodes of each.
-        missed: [N], seconds in which the model would process the tokens that it missed.
-        accepted: [N][R], probability that each node is accepted, by rank.
-        exists: [N][R], probability that a draft has the node.
-    """
-
-    caps: Sequence[int]
-    missed: Sequence[float]
-    accepted: Sequence[Sequence[float]]
-    exists: Sequence[Sequence[float]]
+    caps: Sequence[int]  # [N], maximum number of nodes of each
+    missed: Sequence[float]  # [N], seconds in which the model would process the tokens that it missed
+    accepted: Sequence[Sequence[float]]  # [N][R], probability that each node is accepted, by rank
+    exists: Sequence[Sequence[float]]  # [N][R], probability that a draft has the node
 
     @staticmethod
     def of(survivals: Sequence[Survival], caps: Sequence[int], missed: Sequence[float]) -> "LengthCandidates":
@@ -41,21 +34,13 @@ class LengthCandidates:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Draft lengths of candidates.
+    """Draft lengths of candidates."""
 
-    Attributes:
-        lengths: Number of nodes of each.
-        gains: Expected accepted tokens of each.
-        values: These, less the price of their seconds at the speed of the step.
-        worst: Seconds that the step loses if all nodes are rejected.
-        rate: Expected tokens per second, of all requests of the step.
-    """
-
-    lengths: Sequence[int]
-    gains: Sequence[float]
-    values: Sequence[float]
-    worst: float = 0.0
-    rate: float = 0.0
+    lengths: Sequence[int]  # number of nodes of each
+    gains: Sequence[float]  # expected accepted tokens of each
+    values: Sequence[float]  # these, less the price of their seconds at the speed of the step
+    worst: float = 0.0  # seconds that the step loses if all nodes are rejected
+    rate: float = 0.0  # expected tokens per second, of all requests of the step
 
 
 class Worst:

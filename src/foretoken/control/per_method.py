@@ -11,15 +11,10 @@ from foretoken.core.context import Context
 
 @dataclass(frozen=True, slots=True)
 class MethodLength:
-    """Draft length of one method.
+    """Draft length of one method."""
 
-    Attributes:
-        max_tokens: Largest number of draft tokens of a request.
-        constant: Every draft has that length, unless the request asks for another one.
-    """
-
-    max_tokens: int
-    constant: bool
+    max_tokens: int  # largest number of draft tokens of a request
+    constant: bool  # every draft has that length, unless the request asks for another one
 
 
 class PerMethod(Bounded):

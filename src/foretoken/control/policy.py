@@ -28,47 +28,28 @@ RequestKind = tuple[str, bool, object, bool]  # source, greedy, grade, whether t
 
 @dataclass(eq=False, slots=True)
 class ModelState:
-    """One request's drafts by the model of its proposer.
+    """One request's drafts by the model of its proposer."""
 
-    Attributes:
-        survival: Acceptance by rank.
-        wait: Steps without a draft before the next trial.
-        since: Step of its last draft, or of its last trial that was refused.
-        length: Draft tokens until step ``until``.
-        gain: Expected accepted tokens of these.
-        value: These, less their price; of a trial the price alone.
-        trial: Whether the last draft was a trial.
-    """
-
-    survival: Survival
-    wait: int
-    since: int
-    length: int = 0
-    gain: float = 0.0
-    value: float = 0.0
+    survival: Survival  # acceptance by rank
+    wait: int  # steps without a draft before the next trial
+    since: int  # step of its last draft, or of its last trial that was refused
+    length: int = 0  # draft tokens until step ``until``
+    gain: float = 0.0  # expected accepted tokens of these
+    value: float = 0.0  # these, less their price; of a trial the price alone
     until: int = 0
-    trial: bool = False
+    trial: bool = False  # whether the last draft was a trial
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDraft:
-    """A model's draft that was not compared with the text yet.
+    """A model's draft that was not compared with the text yet."""
 
-    Attributes:
-        source: Name of the model's source, whose claims are to be compared too; None if they are or have none.
-        requested: Number of tokens that it was to have.
-        verified: Number of its nodes that were verified.
-        step: Its step.
-        draft: The draft.
-        start: Number of tokens before it.
-    """
-
-    source: str | None
-    requested: int
-    verified: int
-    step: int
-    draft: Draft
-    start: int
+    source: str | None  # name of the model's source, whose claims are to be compared too; None if they are or have none
+    requested: int  # number of tokens that it was to have
+    verified: int  # number of its nodes that were verified
+    step: int  # its step
+    draft: Draft  # the draft
+    start: int  # number of tokens before it
 
 
 class Repetition:
@@ -98,32 +79,21 @@ class Repetition:
 
 @dataclass(eq=False, slots=True)
 class RequestDrafts:
-    """State of one request.
+    """State of one request."""
 
-    Attributes:
-        copies: Acceptance of each source that copies text, by its name.
-        model: Its drafts by a model, None before the first decision.
-        claims: Acceptance of a model's fixed candidates, by the model's own probabilities.
-        pending: Whether any of these drafts is still compared with the text.
-        made: The model's drafts since its acceptance was last learned.
-        repetition: Whether the text repeats itself at present.
-        search_values: Moving averages of the expected net tokens of a search for text to copy: where the text does not
-            repeat itself, and where it does.
-        failures: Searches since they were profitable on average.
-        next_search: Step of the next one.
-        next_repeat: Step from which a repetition is searched before that.
-    """
-
+    # acceptance of each source that copies text, by its name
     copies: dict[str, SourceRecord] = field(default_factory=dict)
-    model: ModelState | None = None
-    claims: SourceRecord | None = None
-    pending: bool = False
-    made: list[ModelDraft] = field(default_factory=list)
-    repetition: Repetition = field(default_factory=Repetition)
+    model: ModelState | None = None  # its drafts by a model, None before the first decision
+    claims: SourceRecord | None = None  # acceptance of a model's fixed candidates, by the model's own probabilities
+    pending: bool = False  # whether any of these drafts is still compared with the text
+    made: list[ModelDraft] = field(default_factory=list)  # the model's drafts since its acceptance was last learned
+    repetition: Repetition = field(default_factory=Repetition)  # whether the text repeats itself at present
+    # moving averages of the expected net tokens of a search for text to copy: where the text does not repeat itself,
+    # and where it does
     search_values: list[float] = field(default_factory=list)
-    failures: int = 0
-    next_search: float = 0
-    next_repeat: float = 0
+    failures: int = 0  # searches since they were profitable on average
+    next_search: float = 0  # step of the next one
+    next_repeat: float = 0  # step from which a repetition is searched before that
 
     def searched_at(self, step: int) -> bool:
         """Returns whether text to copy is searched in a step."""
@@ -132,25 +102,15 @@ class RequestDrafts:
 
 @dataclass(frozen=True, slots=True)
 class ModelBatch:
-    """Requests for which a model may draft in a step.
+    """Requests for which a model may draft in a step."""
 
-    Attributes:
-        contexts: The requests.
-        states: Their states.
-        limits: Maximum number of draft tokens of each.
-        early: Whether each request's drafts end where ``Context.end`` says.
-        missed: Seconds in which the model would process the tokens that it missed, of each.
-        size: Number of requests in the step, others included.
-        allowed: Seconds that the step may lose.
-    """
-
-    contexts: Sequence[Context]
-    states: Sequence[ModelState]
-    limits: Sequence[int]
-    early: Sequence[bool]
-    missed: Sequence[float]
-    size: int
-    allowed: float
+    contexts: Sequence[Context]  # the requests
+    states: Sequence[ModelState]  # their states
+    limits: Sequence[int]  # maximum number of draft tokens of each
+    early: Sequence[bool]  # whether each request's drafts end where ``Context.end`` says
+    missed: Sequence[float]  # seconds in which the model would process the tokens that it missed, of each
+    size: int  # number of requests in the step, others included
+    allowed: float  # seconds that the step may lose
 
 
 class DraftPolicy(Controller):

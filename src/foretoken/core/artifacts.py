@@ -140,17 +140,11 @@ def _file_kind(file: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Destination:
-    """A file or folder that a command writes.
+    """A file or folder that a command writes."""
 
-    Attributes:
-        path: its absolute path.
-        kind: kind of the artifact.
-        force: whether an artifact of the same kind is replaced.
-    """
-
-    path: Path
-    kind: str
-    force: bool = False
+    path: Path  # its absolute path
+    kind: str  # kind of the artifact
+    force: bool = False  # whether an artifact of the same kind is replaced
 
     @classmethod
     def checked(cls, path: Path, kind: str, inputs: Iterable[Path | None] = (), force: bool = False) -> Self:

@@ -71,15 +71,10 @@ _LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usag
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Free memory.
+    """Free memory."""
 
-    Args:
-        free: Bytes that can still be allocated.
-        limit: Bytes in total.
-    """
-
-    free: int
-    limit: int
+    free: int  # bytes that can still be allocated
+    limit: int  # bytes in total
 
     @property
     def low(self) -> float:

@@ -55,18 +55,12 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All tokens before one tree node.
+    """All tokens before one tree node."""
 
-    Args:
-        tokens: Committed tokens, prompt and output. The sequence object grows as the request does.
-        prompt_length: Number of prompt tokens at the beginning of ``tokens``.
-        path: Draft tokens from the root to the node.
-        counts: Counts of the sequence, which all of its histories share; None to count from the beginning.
-    """
-
-    tokens: Sequence[int]
-    prompt_length: int
-    path: tuple[int, ...] = ()
+    tokens: Sequence[int]  # committed tokens, prompt and output; the sequence object grows as the request does
+    prompt_length: int  # number of prompt tokens at the beginning of ``tokens``
+    path: tuple[int, ...] = ()  # draft tokens from the root to the node
+    # counts of the sequence, which all of its histories share; None to count from the beginning
     counts: TokenCounts | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -27,18 +27,14 @@ _KEY = np.dtype(">i4")  # tokens as bytes
 
 @dataclass(frozen=True, slots=True)
 class BadWordsLookup:
-    """The index that ``BadWords.banned`` uses.
+    """The index that ``BadWords.banned`` uses."""
 
-    Args:
-        alone: int64. Words of one token.
-        prefixes: Of the longer words, by the number of tokens before the last: these tokens as bytes, sorted, and the
-            last tokens in the same order.
-        lengths: Sorted pairs of the token before the last and the number of tokens before the last, in the high and the
-            low 32 bits.
-    """
-
-    alone: NDArray[np.int64]
+    alone: NDArray[np.int64]  # int64; words of one token
+    # of the longer words, by the number of tokens before the last: these tokens as bytes, sorted, and the last tokens
+    # in the same order
     prefixes: dict[int, tuple[NDArray[np.bytes_], NDArray[np.int32]]]
+    # sorted pairs of the token before the last and the number of tokens before the last, in the high and the low 32
+    # bits
     lengths: NDArray[np.int64]
 
 

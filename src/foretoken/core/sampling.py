@@ -105,37 +105,24 @@ def nucleus_sorted(scores: Tensor, top_p: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SamplingLaw:
-    """A ``Law`` with the usual sampling parameters, as a pure function.
+    """A ``Law`` with the usual sampling parameters, as a pure function."""
 
-    Args:
-        temperature: 0 is greedy.
-        top_k: Number of most probable tokens to keep. 0 keeps all.
-        top_p: Probability mass of the nucleus to keep.
-        min_p: Smallest probability to keep, relative to the largest.
-        presence_penalty: Subtracted from the logits of generated tokens, as in vLLM.
-        frequency_penalty: Subtracted once for each occurrence among the generated tokens, as in vLLM.
-        repetition_penalty: Divides positive and multiplies negative logits of prompt and generated tokens, as in vLLM.
-        logit_bias: (token, bias) pairs that are added to the logits.
-        allowed_ids: The only tokens that are possible; empty for all.
-        bad_words: Token sequences whose last token is forbidden where the history ends with the tokens before it.
-        min_tokens: Number of generated tokens before which ``end_ids`` are forbidden.
-        end_ids: Ids that end a text.
-        grammar: Forbids every token that it does not allow. Where it and ``allowed_ids`` allow only ``end_ids``, they
-            are possible before ``min_tokens``.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # number of most probable tokens to keep; 0 keeps all
+    top_p: float = 1.0  # probability mass of the nucleus to keep
+    min_p: float = 0.0  # smallest probability to keep, relative to the largest
+    presence_penalty: float = 0.0  # subtracted from the logits of generated tokens, as in vLLM
+    frequency_penalty: float = 0.0  # subtracted once for each occurrence among the generated tokens, as in vLLM
+    # divides positive and multiplies negative logits of prompt and generated tokens, as in vLLM
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias) pairs that are added to the logits
+    allowed_ids: tuple[int, ...] = ()  # the only tokens that are possible; empty for all
+    # token sequences whose last token is forbidden where the history ends with the tokens before it
     bad_words: Sequence[tuple[int, ...]] = BadWords()
-    min_tokens: int = 0
-    end_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # number of generated tokens before which ``end_ids`` are forbidden
+    end_ids: tuple[int, ...] = ()  # ids that end a text
+    # forbids every token that it does not allow; where it and ``allowed_ids`` allow only ``end_ids``, they are possible
+    # before ``min_tokens``
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:

@@ -9,15 +9,11 @@ from foretoken.core.verdict import Verdict
 
 @dataclass(slots=True)
 class PositionCounts:
-    """Steps by draft position. Entry i of both lists belongs to position i.
+    """Steps by draft position. Entry i of both lists belongs to position i."""
 
-    Args:
-        drafted: Number of steps that drafted a token at the position, an expected number where steps are expected.
-        accepted: Number of those steps that accepted it.
-    """
-
+    # number of steps that drafted a token at the position, an expected number where steps are expected
     drafted: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)  # number of those steps that accepted it
 
     def add(self, drafted: int, accepted: int) -> None:
         """Counts one step with drafts at ``drafted`` positions, of which the first ``accepted`` were accepted."""
@@ -47,25 +43,15 @@ class PositionCounts:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of one step, shared by all its sequences.
+    """Seconds of one step, shared by all its sequences."""
 
-    Args:
-        propose: Time of drafting.
-        score: Time of the target's forward pass.
-        verify: Time of sampling distributions and verification.
-        commit: Time of committing tokens to the KV cache.
-        batch: Number of sequences that emitted tokens.
-        prompt_rows: Number of prompt tokens computed in the step beside the one row that each sequence needs.
-        missed_tokens: Number of tokens of drafting sequences that the proposer had not processed before the step.
-    """
-
-    propose: float
-    score: float
-    verify: float
-    commit: float
-    batch: int
-    prompt_rows: int = 0
-    missed_tokens: int = 0
+    propose: float  # time of drafting
+    score: float  # time of the target's forward pass
+    verify: float  # time of sampling distributions and verification
+    commit: float  # time of committing tokens to the KV cache
+    batch: int  # number of sequences that emitted tokens
+    prompt_rows: int = 0  # number of prompt tokens computed in the step beside the one row that each sequence needs
+    missed_tokens: int = 0  # number of tokens of drafting sequences that the proposer had not processed before the step
 
     @property
     def total(self) -> float:
@@ -74,28 +60,19 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Output of one sequence in one step.
+    """Output of one sequence in one step."""
 
-    Args:
-        sequence: Identifier of the sequence.
-        position: Number of tokens that the sequence had generated before the step.
-        draft: The draft that was verified.
-        verdict: The verifier's decision.
-        tokens: Emitted tokens: the accepted path and the target's token, cut at EOS, stop or max_tokens.
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, one of ``acceptance_run.KINDS``, or None for
-            an unfinished sequence.
-        budget: Number of draft tokens that the proposer was asked for.
-        alarm: Kind of an improbable run of acceptance that became long in this step, one of ``acceptance_run.KINDS``.
-    """
-
-    sequence: int
-    position: int
-    draft: Draft
-    verdict: Verdict
-    tokens: tuple[int, ...]
+    sequence: int  # identifier of the sequence
+    position: int  # number of tokens that the sequence had generated before the step
+    draft: Draft  # the draft that was verified
+    verdict: Verdict  # the verifier's decision
+    tokens: tuple[int, ...]  # emitted tokens: the accepted path and the target's token, cut at EOS, stop or max_tokens
     timings: Timings
+    # ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, one of ``acceptance_run.KINDS``, or None for an unfinished
+    # sequence
     finish_reason: str | None = None
-    budget: int = 0
+    budget: int = 0  # number of draft tokens that the proposer was asked for
+    # kind of an improbable run of acceptance that became long in this step, one of ``acceptance_run.KINDS``
     alarm: str | None = None
 
     @property

@@ -32,21 +32,16 @@ class TimeSpread:
 
 @dataclass(frozen=True)
 class PassCost:
-    """Cost of a pass over ``rows`` rows of each of ``batch`` sequences after ``context`` tokens.
-
-    Attributes:
-        floor: Seconds of the bare matrix products, in the same run. None if there is no bare kernel to time.
-        kv_bytes: Bytes of KV cache that the pass reads.
-        weights_bytes: Bytes of weights that the pass reads.
-    """
+    """Cost of a pass over ``rows`` rows of each of ``batch`` sequences after ``context`` tokens."""
 
     rows: int
     context: int
     batch: int
     seconds: TimeSpread
+    # seconds of the bare matrix products, in the same run; None if there is no bare kernel to time
     floor: TimeSpread | None
-    kv_bytes: int
-    weights_bytes: int
+    kv_bytes: int  # bytes of KV cache that the pass reads
+    weights_bytes: int  # bytes of weights that the pass reads
 
     @property
     def over_floor(self) -> float | None:
@@ -67,17 +62,11 @@ class PassCost:
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Passes of one checkpoint as it was loaded.
+    """Passes of one checkpoint as it was loaded."""
 
-    Attributes:
-        name: Name of its folder.
-        identity: Digest of the checkpoint and the machine.
-        passes: The measured passes.
-    """
-
-    name: str
-    identity: str
-    passes: tuple[PassCost, ...] = ()
+    name: str  # name of its folder
+    identity: str  # digest of the checkpoint and the machine
+    passes: tuple[PassCost, ...] = ()  # the measured passes
 
     @staticmethod
     def load(name: str, identity: str) -> "MeasuredCosts":

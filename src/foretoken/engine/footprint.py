@@ -41,33 +41,19 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a model.
+    """Bytes of a model."""
 
-    Attributes:
-        name: its folder or file.
-        role: "target", or the method that drafts with it.
-        weights: bytes of its weights.
-        kv_per_token: bytes of its KV cache for a token; 0 if unknown.
-        state: bytes of a sequence's recurrent state.
-        kv_windowed: the fraction of ``kv_per_token`` of layers with attention windows.
-        window: longest of these windows in tokens.
-        scratch: bytes of intermediate results and of the tokenizer.
-        embedding: bytes of its embedding, which drafters may share.
-        max_length: the checkpoint's maximum length of a sequence in tokens; 0 if unknown.
-        vocab: number of its tokens; 0 if unknown.
-    """
-
-    name: str
-    role: str
-    weights: int
-    kv_per_token: int = 0
-    state: int = 0
-    kv_windowed: int = 0
-    window: int = 0
-    scratch: int = 0
-    embedding: int = 0
-    max_length: int = 0
-    vocab: int = 0
+    name: str  # its folder or file
+    role: str  # "target", or the method that drafts with it
+    weights: int  # bytes of its weights
+    kv_per_token: int = 0  # bytes of its KV cache for a token; 0 if unknown
+    state: int = 0  # bytes of a sequence's recurrent state
+    kv_windowed: int = 0  # the fraction of ``kv_per_token`` of layers with attention windows
+    window: int = 0  # longest of these windows in tokens
+    scratch: int = 0  # bytes of intermediate results and of the tokenizer
+    embedding: int = 0  # bytes of its embedding, which drafters may share
+    max_length: int = 0  # the checkpoint's maximum length of a sequence in tokens; 0 if unknown
+    vocab: int = 0  # number of its tokens; 0 if unknown
 
     def kv_bytes(self, tokens: int) -> int:
         """Returns the bytes of the KV cache and the recurrent state of one sequence."""
@@ -91,20 +77,13 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory of all models of an ``LLM`` on one device.
+    """Memory of all models of an ``LLM`` on one device."""
 
-    Attributes:
-        models: the target, then the drafters.
-        tokens: tokens of the KV caches; None if ``kv_bytes`` was given.
-        kv_bytes: bytes of all KV caches and recurrent states.
-        free: free bytes on the device; None if the system does not report them.
-    """
-
-    models: tuple[Footprint, ...]
+    models: tuple[Footprint, ...]  # the target, then the drafters
     device: torch.device
-    tokens: int | None
-    kv_bytes: int
-    free: int | None
+    tokens: int | None  # tokens of the KV caches; None if ``kv_bytes`` was given
+    kv_bytes: int  # bytes of all KV caches and recurrent states
+    free: int | None  # free bytes on the device; None if the system does not report them
 
     @property
     def total(self) -> int:

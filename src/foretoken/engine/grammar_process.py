@@ -32,21 +32,13 @@ _OK, _REFUSED, _MASK, _NO_MASK = b"o", b"r", b"m", b"n"
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits of a grammar. Seconds are processor time.
+    """Limits of a grammar. Seconds are processor time."""
 
-    Args:
-        compile_seconds: For compiling.
-        mask_seconds: For computing one mask.
-        text_seconds: For all masks of a text.
-        token_seconds: Added to ``text_seconds`` with every token of the text.
-        memory_bytes: Memory in addition to the vocabulary.
-    """
-
-    compile_seconds: float = 3.0
-    mask_seconds: float = 0.5
-    text_seconds: float = 1.0
-    token_seconds: float = 0.05
-    memory_bytes: int = 2**29
+    compile_seconds: float = 3.0  # for compiling
+    mask_seconds: float = 0.5  # for computing one mask
+    text_seconds: float = 1.0  # for all masks of a text
+    token_seconds: float = 0.05  # added to ``text_seconds`` with every token of the text
+    memory_bytes: int = 2**29  # memory in addition to the vocabulary
 
 
 class GrammarServer:

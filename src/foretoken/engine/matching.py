@@ -35,15 +35,10 @@ LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
-    """A tokenizer's vocabulary for llguidance.
+    """A tokenizer's vocabulary for llguidance."""
 
-    Args:
-        tokens: Bytes of each id. The last entry is an additional id for the end of a text.
-        special: Ids that are allowed only where a grammar names them.
-    """
-
-    tokens: list[bytes]
-    special: list[int]
+    tokens: list[bytes]  # bytes of each id; the last entry is an additional id for the end of a text
+    special: list[int]  # ids that are allowed only where a grammar names them
 
     @property
     def end(self) -> int:

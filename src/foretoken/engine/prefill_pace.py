@@ -21,17 +21,11 @@ _DECAY = 0.9  # of the moving averages
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimit:
-    """Limits of one step.
+    """Limits of one step."""
 
-    Attributes:
-        rows: Number of prompt tokens; None is no limit.
-        spare: No further prompt begins when at most this number of ``rows`` is left.
-        drafts: Whether decoding sequences may draft while prompt tokens are computed.
-    """
-
-    rows: int | None
-    spare: int = 0
-    drafts: bool = True
+    rows: int | None  # number of prompt tokens; None is no limit
+    spare: int = 0  # no further prompt begins when at most this number of ``rows`` is left
+    drafts: bool = True  # whether decoding sequences may draft while prompt tokens are computed
 
 
 class _Plain(NamedTuple):

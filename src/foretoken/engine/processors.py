@@ -39,28 +39,17 @@ STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWaterm
 
 @dataclass(frozen=True)
 class ProcessorLaw(Law):
-    """transformers' logits processors as a sampling law: each node is processed with its own full row of ids.
+    """transformers' logits processors as a sampling law: each node is processed with its own full row of ids."""
 
-    Args:
-        processors: The logits processors.
-        sample: Whether tokens are sampled. If not, decoding is greedy.
-        prompt: The row of ``input_ids``, padding included, because processors see the padding too.
-        device: Device of ``input_ids``.
-        row: Number of the row, for processors that use it (``prefix_allowed_tokens_fn``).
-        batch: Number of rows.
-        record: Whether to record scores.
-        temperature: Temperature after the processors.
-        seen: Recorded raw and processed scores by generated tokens. The target's rows overwrite the draft's.
-    """
-
-    processors: Any
-    sample: bool
-    prompt: list[int]
-    device: torch.device
-    row: int = 0
-    batch: int = 1
-    record: bool = False
-    temperature: float = 1.0
+    processors: Any  # the logits processors
+    sample: bool  # whether tokens are sampled; if not, decoding is greedy
+    prompt: list[int]  # the row of ``input_ids``, padding included, because processors see the padding too
+    device: torch.device  # device of ``input_ids``
+    row: int = 0  # number of the row, for processors that use it (``prefix_allowed_tokens_fn``)
+    batch: int = 1  # number of rows
+    record: bool = False  # whether to record scores
+    temperature: float = 1.0  # temperature after the processors
+    # recorded raw and processed scores by generated tokens; the target's rows overwrite the draft's
     seen: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property

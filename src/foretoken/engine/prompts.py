@@ -97,16 +97,11 @@ _BATCH = 1024  # texts per tokenizer call
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt in tokens.
+    """A prompt in tokens."""
 
-    Args:
-        text: The prompt's text, or None for token ids.
-        tokens: Tokens that the model continues.
-        source: Encoder input of an encoder-decoder. It is then the user's prompt, and ``tokens`` the decoder's start.
-    """
-
-    text: str | None
-    tokens: list[int]
+    text: str | None  # the prompt's text, or None for token ids
+    tokens: list[int]  # tokens that the model continues
+    # encoder input of an encoder-decoder; it is then the user's prompt, and ``tokens`` the decoder's start
     source: tuple[int, ...] = ()
 
     @property
@@ -143,17 +138,11 @@ def _field(what: str) -> str:
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """Refuses texts that exceed a model's context length before they are tokenized, which would take long.
+    """Refuses texts that exceed a model's context length before they are tokenized, which would take long."""
 
-    Args:
-        tokenizer: The model's tokenizer.
-        tokens: The context length.
-        phrase: Words of the error message before that number.
-    """
-
-    tokenizer: Any
-    tokens: int
-    phrase: str = CONTEXT_LENGTH
+    tokenizer: Any  # the model's tokenizer
+    tokens: int  # the context length
+    phrase: str = CONTEXT_LENGTH  # words of the error message before that number
 
     @cached_property
     def characters(self) -> int:
@@ -176,21 +165,13 @@ class ContextLimit:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokenizer:
-    """Tokenizes prompts, predictions and bad words.
+    """Tokenizes prompts, predictions and bad words."""
 
-    Args:
-        tokenizer: The model's tokenizer.
-        vocab_size: Number of ids of the model.
-        start: First decoder tokens of an encoder-decoder; empty for models without an encoder.
-        limit: Limit of the decoder, or None.
-        source_limit: Limit of the encoder, or None.
-    """
-
-    tokenizer: Any
-    vocab_size: int
-    start: tuple[int, ...] = ()
-    limit: ContextLimit | None = None
-    source_limit: ContextLimit | None = None
+    tokenizer: Any  # the model's tokenizer
+    vocab_size: int  # number of ids of the model
+    start: tuple[int, ...] = ()  # first decoder tokens of an encoder-decoder; empty for models without an encoder
+    limit: ContextLimit | None = None  # limit of the decoder, or None
+    source_limit: ContextLimit | None = None  # limit of the encoder, or None
 
     def tokenize(self, prompt: Prompt, special: bool = True) -> TokenizedPrompt:
         """Returns a prompt in tokens; of an empty one the token for the beginning of a text (BOS).

@@ -40,23 +40,14 @@ class Restrictions:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt with its parameters.
+    """One prompt with its parameters."""
 
-    Args:
-        id: Number of the request.
-        prompt: The prompt's text, or None for token ids.
-        prompt_ids: The prompt's tokens. They are the encoder's input where there is one.
-        params: Sampling parameters.
-        members: Identifiers of its n sequences.
-        stoppings: Stopping of each sequence.
-    """
-
-    id: int
-    prompt: str | None
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    members: tuple[int, ...]
-    stoppings: tuple[TextStopping, ...]
+    id: int  # number of the request
+    prompt: str | None  # the prompt's text, or None for token ids
+    prompt_ids: tuple[int, ...]  # the prompt's tokens; they are the encoder's input where there is one
+    params: SamplingParams  # sampling parameters
+    members: tuple[int, ...]  # identifiers of its n sequences
+    stoppings: tuple[TextStopping, ...]  # stopping of each sequence
 
     def completion(self, index: int, running: Running, tokenizer: Any) -> CompletionOutput:
         """Returns the output of a finished sequence."""

@@ -20,45 +20,28 @@ PREFILL_CHUNK = 256  # tokens; a fixed size for models in which the chunk size m
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The sequences of one step.
+    """The sequences of one step."""
 
-    Args:
-        ready: Sequences that emit tokens. The last chunk of their prefill runs in the same forward pass.
-        max_draft_tokens: Maximum number of draft tokens of each sequence in ``ready``: what could be emitted, what
-            fits, and none if a short prompt takes their place.
-        prefilling: Sequences with a prefill chunk in this step, and no output.
-        prompt_rows: Number of rows of the step's pass beside the newest token's of each sequence in ``ready``.
-    """
-
-    ready: list[Sequence]
+    ready: list[Sequence]  # sequences that emit tokens; the last chunk of their prefill runs in the same forward pass
+    # maximum number of draft tokens of each sequence in ``ready``: what could be emitted, what fits, and none if a
+    # short prompt takes their place
     max_draft_tokens: list[int]
-    prefilling: list[Sequence]
-    prompt_rows: int = 0
+    prefilling: list[Sequence]  # sequences with a prefill chunk in this step, and no output
+    prompt_rows: int = 0  # number of rows of the step's pass beside the newest token's of each sequence in ``ready``
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerUsage:
-    """Load of the scheduler.
+    """Load of the scheduler."""
 
-    Args:
-        running: Number of running sequences.
-        waiting: Number of waiting sequences.
-        kv_tokens: Number of tokens in the KV cache, rounded up to whole pages.
-        kv_capacity: Number of tokens whose KV cache fits. 0 is no limit.
-        kv_bytes_per_token: Bytes of one token in the target's KV cache. 0 is unknown.
-        prefix_hits: Number of prompt tokens found in the prefix cache since the start.
-        prefix_queries: Number of prompt tokens looked up in the prefix cache since the start.
-        preemptions: Number of preemptions since the start.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    kv_tokens: int = 0
-    kv_capacity: int = 0
-    kv_bytes_per_token: int = 0
-    prefix_hits: int = 0
-    prefix_queries: int = 0
-    preemptions: int = 0
+    running: int = 0  # number of running sequences
+    waiting: int = 0  # number of waiting sequences
+    kv_tokens: int = 0  # number of tokens in the KV cache, rounded up to whole pages
+    kv_capacity: int = 0  # number of tokens whose KV cache fits; 0 is no limit
+    kv_bytes_per_token: int = 0  # bytes of one token in the target's KV cache; 0 is unknown
+    prefix_hits: int = 0  # number of prompt tokens found in the prefix cache since the start
+    prefix_queries: int = 0  # number of prompt tokens looked up in the prefix cache since the start
+    preemptions: int = 0  # number of preemptions since the start
 
 
 class Scheduler:

@@ -37,30 +37,19 @@ class TokenLogprobs:
 
 
 class ComputedTokens(NamedTuple):
-    """Results of the kernels for a step of a sequence.
+    """Results of the kernels for a step of a sequence."""
 
-    Attributes:
-        path: Accepted nodes of the draft.
-        rows: The rows of its tokens: the root's, then those of ``path``.
-    """
-
-    path: tuple[int, ...]
-    rows: tuple[native.TokenRow, ...]
+    path: tuple[int, ...]  # accepted nodes of the draft
+    rows: tuple[native.TokenRow, ...]  # the rows of its tokens: the root's, then those of ``path``
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Records beside the tokens.
+    """Records beside the tokens."""
 
-    Args:
-        logprobs: Number of alternatives for each output token, or None to record no log-probabilities.
-        prompt_logprobs: The same for each prompt token.
-        explain: Whether to record target and draft probabilities of every draft token and emitted token.
-    """
-
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    explain: bool = False
+    logprobs: int | None = None  # number of alternatives for each output token, or None to record no log-probabilities
+    prompt_logprobs: int | None = None  # the same for each prompt token
+    explain: bool = False  # whether to record target and draft probabilities of every draft token and emitted token
 
     @property
     def reads_logits(self) -> bool:
@@ -70,43 +59,25 @@ class OutputOptions:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The engine's state of one sequence.
+    """The engine's state of one sequence."""
 
-    Args:
-        context: Tokens, sampling law and random numbers.
-        stopping: Decides when the sequence ends.
-        options: What to record.
-        priority: Lower priorities run first.
-        arrival: Number of the sequence in order of arrival. Lower ones run first.
-        handle: The sequence's handle in the target, closed (slot -1) while it waits.
-        finish_reason: As in ``StepOutput``.
-        error: The reason of the finish reason "error".
-        counts: Statistics.
-        run: Its run of acceptance.
-        alarm: As in ``StepOutput``, of the last step.
-        recorded: Log-probabilities of the output tokens.
-        prompt_recorded: Log-probabilities of the prompt tokens.
-        explained: Probabilities of each step.
-        argmax_only: See ``Handle``.
-        ranks: See ``Handle``.
-    """
-
-    context: Context
-    stopping: Stopping
-    options: OutputOptions = field(default_factory=OutputOptions)
-    priority: int = 0
-    arrival: int = 0
+    context: Context  # tokens, sampling law and random numbers
+    stopping: Stopping  # decides when the sequence ends
+    options: OutputOptions = field(default_factory=OutputOptions)  # what to record
+    priority: int = 0  # lower priorities run first
+    arrival: int = 0  # number of the sequence in order of arrival; lower ones run first
+    # the sequence's handle in the target, closed (slot -1) while it waits
     handle: Handle = field(default_factory=lambda: Handle(-1, []))
-    finish_reason: str | None = None
-    error: Exception | None = None
-    counts: "Counts" = field(default_factory=lambda: Counts())
-    run: AcceptanceRun = field(default_factory=AcceptanceRun)
-    alarm: str | None = None
-    recorded: list[TokenLogprobs] = field(default_factory=list)
-    prompt_recorded: list[TokenLogprobs] = field(default_factory=list)
-    explained: list[Explained] = field(default_factory=list)
-    argmax_only: bool = False
-    ranks: int = 0
+    finish_reason: str | None = None  # as in ``StepOutput``
+    error: Exception | None = None  # the reason of the finish reason "error"
+    counts: "Counts" = field(default_factory=lambda: Counts())  # statistics
+    run: AcceptanceRun = field(default_factory=AcceptanceRun)  # its run of acceptance
+    alarm: str | None = None  # as in ``StepOutput``, of the last step
+    recorded: list[TokenLogprobs] = field(default_factory=list)  # log-probabilities of the output tokens
+    prompt_recorded: list[TokenLogprobs] = field(default_factory=list)  # log-probabilities of the prompt tokens
+    explained: list[Explained] = field(default_factory=list)  # probabilities of each step
+    argmax_only: bool = False  # see ``Handle``
+    ranks: int = 0  # see ``Handle``
 
     @property
     def turn(self) -> tuple[int, int]:

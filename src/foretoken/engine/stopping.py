@@ -79,17 +79,12 @@ class Stopping(Protocol):
 
 @dataclass(slots=True)
 class Length:
-    """Stopping by token ids and length, for callers that do not need the text.
+    """Stopping by token ids and length, for callers that do not need the text."""
 
-    Args:
-        tokens_left: Number of tokens that may be emitted. The reason is then "length".
-        ends: Ids that end the sequence, with the reason "stop".
-        stop_after: Number of tokens after which the sequence ends with the reason "stop", or None. Unlike
-            ``tokens_left`` it does not bound drafts, so a recorded text is replayed like one whose end is not known.
-    """
-
-    tokens_left: int
-    ends: Collection[int] = ()
+    tokens_left: int  # number of tokens that may be emitted; the reason is then "length"
+    ends: Collection[int] = ()  # ids that end the sequence, with the reason "stop"
+    # number of tokens after which the sequence ends with the reason "stop", or None; unlike ``tokens_left`` it does not
+    # bound drafts, so a recorded text is replayed like one whose end is not known
     stop_after: int | None = None
 
     def push(self, token: int) -> str | None:

@@ -42,21 +42,14 @@ def _warn_of_unknown_tokens(proposer: str, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedDraft:
-    """A draft and the verdict on it.
-
-    Attributes:
-        budget: Number of draft tokens that the proposer was asked for.
-        scores: The target's.
-        verdict: The verifier's decision; None if the sequence failed.
-        computed: Results of the kernels for the step, if they have chosen its tokens.
-    """
+    """A draft and the verdict on it."""
 
     sequence: Sequence
-    budget: int
+    budget: int  # number of draft tokens that the proposer was asked for
     draft: Draft
-    scores: Scores
-    verdict: Verdict | None
-    computed: ComputedTokens | None = None
+    scores: Scores  # the target's
+    verdict: Verdict | None  # the verifier's decision; None if the sequence failed
+    computed: ComputedTokens | None = None  # results of the kernels for the step, if they have chosen its tokens
 
     @staticmethod
     def of(

@@ -16,19 +16,13 @@ TREE_KINDS = ("ranked", "sampled", "greedy_multi")
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Sampling of a draft's tokens. Without random numbers, a ranked tree has the most probable ones.
+    """Sampling of a draft's tokens. Without random numbers, a ranked tree has the most probable ones."""
 
-    Attributes:
-        kept: Temperature and filters of the distributions.
-        uniforms: Numbers in (0, 1), one for each token, for inverse-CDF sampling.
-        keys: Keys of exponential races (``core.streams.SharedStream``) that replace ``uniforms``, one for each level.
-        rows: Whether the distributions are returned.
-    """
-
-    kept: Filter
-    uniforms: Sequence[float] = ()
+    kept: Filter  # temperature and filters of the distributions
+    uniforms: Sequence[float] = ()  # numbers in (0, 1), one for each token, for inverse-CDF sampling
+    # keys of exponential races (``core.streams.SharedStream``) that replace ``uniforms``, one for each level
     keys: Sequence[int] = ()
-    rows: bool = False
+    rows: bool = False  # whether the distributions are returned
 
 
 class TokenLogits(Protocol):
@@ -45,60 +39,39 @@ class TokenLogits(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftVocabulary:
-    """The tokens that a model may draft.
+    """The tokens that a model may draft."""
 
-    Attributes:
-        size: Number of leading logits that belong to them.
-        width: Number of tokens of the distributions that they are sampled from.
-        ids: int32 [size], ascending; the token of each logit. None if it is the logit's index.
-        successors: Logits that a token adds to those behind it; None for none.
-        after: The same where torch computes them: from tokens, int64 [n], to float32 [n, V].
-    """
-
-    size: int
-    width: int
-    ids: Tensor | None = None
-    successors: TokenLogits | None = None
+    size: int  # number of leading logits that belong to them
+    width: int  # number of tokens of the distributions that they are sampled from
+    ids: Tensor | None = None  # int32 [size], ascending; the token of each logit; None if it is the logit's index
+    successors: TokenLogits | None = None  # logits that a token adds to those behind it; None for none
+    # the same where torch computes them: from tokens, int64 [n], to float32 [n, V]
     after: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The shape of a tree.
+    """The shape of a tree."""
 
-    Attributes:
-        width: Children of a node, and nodes of a ranked tree that are expanded on a level.
-        steps: Levels.
-        temperature: Temperature of the probabilities that candidates are ranked by, above 0, unless the request has
-            ``Draws``.
-        floor: Minimum score of a node that is expanded.
-        kind: One of ``TREE_KINDS``: fixed candidates (2406.16858, section 4), siblings sampled without replacement, or
-            the most probable ones and one sampled.
-    """
-
-    width: int
-    steps: int
+    width: int  # children of a node, and nodes of a ranked tree that are expanded on a level
+    steps: int  # levels
+    # temperature of the probabilities that candidates are ranked by, above 0, unless the request has ``Draws``
     temperature: float = 1.0
-    floor: float = -math.inf
+    floor: float = -math.inf  # minimum score of a node that is expanded
+    # one of ``TREE_KINDS``: fixed candidates (2406.16858, section 4), siblings sampled without replacement, or the most
+    # probable ones and one sampled
     kind: str = "ranked"
 
 
 @dataclass(frozen=True, slots=True)
 class ChainRequest:
-    """A chain or tree to draft.
+    """A chain or tree to draft."""
 
-    Attributes:
-        limit: The largest number of tokens, at least 1.
-        draws: Sampling of tokens; None takes the likeliest ones.
-        end: Early end of a chain of likeliest tokens; None for none.
-        tree: The shape of a tree; None for a chain.
-        changes: Returns the changes of logits at the root, by the size of the vocabulary. Tokens add theirs.
-    """
-
-    limit: int
-    draws: Draws | None = None
-    end: ChainEnd | None = None
-    tree: TreeShape | None = None
+    limit: int  # the largest number of tokens, at least 1
+    draws: Draws | None = None  # sampling of tokens; None takes the likeliest ones
+    end: ChainEnd | None = None  # early end of a chain of likeliest tokens; None for none
+    tree: TreeShape | None = None  # the shape of a tree; None for a chain
+    # returns the changes of logits at the root, by the size of the vocabulary; tokens add theirs
     changes: Callable[[int], Adjustment] | None = None
 
     @property
@@ -121,20 +94,15 @@ class ChainRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelChain:
-    """A chain or tree that a model drafted.
-
-    Attributes:
-        ended: Whether the chain ended early: the next token was unlikely, or no token is possible.
-        candidates: Tokens of a chain of likeliest tokens, with the one before which it ended.
-        probabilities: The model's probabilities of ``candidates``; for a tree the scores of ``tokens``.
-        rows: float32 [tokens, vocabulary], the distribution of each sampled token, if requested; of a tree, those of
-            the root's children and of each node's, up to the last node that has any. Or a law that reads them.
-        parents: Parent of each token of a tree, -1 for none.
-    """
+    """A chain or tree that a model drafted."""
 
     tokens: list[int]
-    ended: bool
+    ended: bool  # whether the chain ended early: the next token was unlikely, or no token is possible
+    # tokens of a chain of likeliest tokens, with the one before which it ended
     candidates: list[int] = field(default_factory=list)
+    # the model's probabilities of ``candidates``; for a tree the scores of ``tokens``
     probabilities: list[float] = field(default_factory=list)
+    # float32 [tokens, vocabulary], the distribution of each sampled token, if requested; of a tree, those of the root's
+    # children and of each node's, up to the last node that has any; or a law that reads them
     rows: Tensor | SampledElsewhere | None = None
-    parents: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # parent of each token of a tree, -1 for none

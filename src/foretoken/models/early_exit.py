@@ -18,16 +18,11 @@ MODEL_TYPE = "foretoken_early_exit"
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The last layer that is computed, and the transformation before the head.
+    """The last layer that is computed, and the transformation before the head."""
 
-    Attributes:
-        layers: number of layers that are computed.
-        norm: weight [H] of the norm before the head; None for the model's.
-        adapter: matrix [H, H]; logits = head(n + adapter n) for the normed state n. None for head(n).
-    """
-
-    layers: int
-    norm: Tensor | None = None
+    layers: int  # number of layers that are computed
+    norm: Tensor | None = None  # weight [H] of the norm before the head; None for the model's
+    # matrix [H, H]; logits = head(n + adapter n) for the normed state n; None for head(n)
     adapter: Tensor | None = None
 
     @staticmethod

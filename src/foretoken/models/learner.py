@@ -27,18 +27,12 @@ class TopLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TargetSpan:
-    """A span of tokens with the target's distributions.
+    """A span of tokens with the target's distributions."""
 
-    Attributes:
-        tokens: [T].
-        ids: [n, k], the k most probable tokens after each of the last n tokens.
-        log_p: [n, k], their natural log-probabilities.
-        states: [T, F], the bits in bfloat16 of the target's states at the tokens, for a learner that reads them.
-    """
-
-    tokens: NDArray[np.int64]
-    ids: NDArray[np.int64]
-    log_p: NDArray[np.float32]
+    tokens: NDArray[np.int64]  # [T]
+    ids: NDArray[np.int64]  # [n, k], the k most probable tokens after each of the last n tokens
+    log_p: NDArray[np.float32]  # [n, k], their natural log-probabilities
+    # [T, F], the bits in bfloat16 of the target's states at the tokens, for a learner that reads them
     states: NDArray[np.uint16] | None = None
 
     @property

@@ -98,24 +98,15 @@ def load_model(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenedModel:
-    """A checkpoint before its tensors are read.
+    """A checkpoint before its tensors are read."""
 
-    Attributes:
-        path: its folder or GGUF file.
-        config: its config.json; of a multimodal checkpoint that of the language model.
-        weights: its tensors.
-        runtime: our class that computes it; None for transformers' module.
-        dtype: dtype of weights and activations.
-        weight_bytes: bytes of its weights once they are loaded.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    weights: StoredTensors
-    runtime: type[Decoder] | None
-    dtype: torch.dtype
+    path: Path  # its folder or GGUF file
+    config: dict[str, Any]  # its config.json; of a multimodal checkpoint that of the language model
+    weights: StoredTensors  # its tensors
+    runtime: type[Decoder] | None  # our class that computes it; None for transformers' module
+    dtype: torch.dtype  # dtype of weights and activations
     device: torch.device
-    weight_bytes: int
+    weight_bytes: int  # bytes of its weights once they are loaded
 
 
 def open_model(

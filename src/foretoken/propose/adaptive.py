@@ -42,31 +42,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdaptConfig:
-    """When and how a drafter learns.
+    """When and how a drafter learns."""
 
-    Attributes:
-        every: Verified rows between two updates.
-        buffer: Number of rows kept, the newest.
-        megabytes: Memory of these rows, at most.
-        window: Tokens before and among them that the draft sees.
-        top: Likeliest tokens kept of each distribution.
-        held_out: One sample in this many is for validation.
-        steps: Optimizer steps of one update.
-        batch: Samples in one optimizer step.
-        learning_rate: Learning rate.
-        share: Fraction of the time in which a thread of the lowest priority may train.
-    """
-
-    every: int = 4096
-    buffer: int = 65536
-    megabytes: int = 256
-    window: int = 256
-    top: int = 32
-    held_out: int = 8
-    steps: int = 12
-    batch: int = 32
-    learning_rate: float = 1e-4
-    share: float = 1.0
+    every: int = 4096  # verified rows between two updates
+    buffer: int = 65536  # number of rows kept, the newest
+    megabytes: int = 256  # memory of these rows, at most
+    window: int = 256  # tokens before and among them that the draft sees
+    top: int = 32  # likeliest tokens kept of each distribution
+    held_out: int = 8  # one sample in this many is for validation
+    steps: int = 12  # optimizer steps of one update
+    batch: int = 32  # samples in one optimizer step
+    learning_rate: float = 1e-4  # learning rate
+    share: float = 1.0  # fraction of the time in which a thread of the lowest priority may train
 
     def __post_init__(self) -> None:
         minimums = {"buffer": self.every, "window": 2, "held_out": 2}
@@ -105,17 +92,11 @@ def _share(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Outcome of one update.
+    """Outcome of one update."""
 
-    Attributes:
-        before: Acceptance on held-out samples before it.
-        after: Acceptance on held-out samples after it.
-        taken: Whether the new version is used.
-    """
-
-    before: float
-    after: float
-    taken: bool
+    before: float  # acceptance on held-out samples before it
+    after: float  # acceptance on held-out samples after it
+    taken: bool  # whether the new version is used
 
 
 @dataclass(slots=True)

@@ -35,15 +35,6 @@ class Chain:
 
     It ends where ``Context.end`` says. A greedy chain keeps the token that is below the minimum acceptance as its last
     one, so that its acceptance is learned; whether it is verified is the policy's decision.
-
-    Attributes:
-        sampled: The tokens are random samples, so the verifier needs their distributions.
-        stop: Scores the tokens in the place of the draft's own probabilities.
-        claims: Estimated acceptance of each token, from before it was sampled.
-        reach: Calibrated acceptance of all tokens.
-        stopped: It ended before its budget was spent.
-        rows: The distribution [V] of each sampled token.
-        stacked: These, [tokens, V], or the law that reads them, where a model drafted the chain at once.
     """
 
     context: Context
@@ -51,13 +42,14 @@ class Chain:
     law: Law
     widen: Widen
     stream: Stream
-    sampled: bool
-    stop: DraftStop | None = None
-    claims: list[float] = field(default_factory=list)
-    reach: float = 1.0
-    stopped: bool = False
+    sampled: bool  # the tokens are random samples, so the verifier needs their distributions
+    stop: DraftStop | None = None  # scores the tokens in the place of the draft's own probabilities
+    claims: list[float] = field(default_factory=list)  # estimated acceptance of each token, from before it was sampled
+    reach: float = 1.0  # calibrated acceptance of all tokens
+    stopped: bool = False  # it ended before its budget was spent
     tokens: list[int] = field(default_factory=list)
-    rows: list[Tensor] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)  # the distribution [V] of each sampled token
+    # these, [tokens, V], or the law that reads them, where a model drafted the chain at once
     stacked: Tensor | SampledElsewhere | None = None
 
     @property

@@ -64,13 +64,9 @@ JETSPEC = replace(METHOD, build=partial(build, "jetspec"))
 
 @dataclass(frozen=True, slots=True)
 class DSparkConfig(HeadGrowth):
-    """Growth of the head's drafts, at most as deep as its block.
+    """Growth of the head's drafts, at most as deep as its block."""
 
-    Attributes:
-        confidence_threshold: A chain ends where the estimated probability that it is accepted so far is below this. 0
-            never ends it.
-    """
-
+    # a chain ends where the estimated probability that it is accepted so far is below this; 0 never ends it
     confidence_threshold: float = 0.0
 
     def __post_init__(self) -> None:

@@ -31,16 +31,11 @@ PREFILL_CHUNK = 1024  # tokens of the draft's prefill per step; bounds the laten
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig(GrowthConfig):
-    """Shape and parameters of a draft model's drafts.
+    """Shape and parameters of a draft model's drafts."""
 
-    Attributes:
-        draft_temperature: The draft's own temperature. None takes the request's, 0 drafts by argmax.
-        draft_stop: Score of each next token, by which a chain ends before its budget is spent: "entropy", "margin",
-            "learned", or {"rule": one of these} with its own keys. None is the draft's own probability, of greedy
-            chains.
-    """
-
-    draft_temperature: float | None = None
+    draft_temperature: float | None = None  # the draft's own temperature; None takes the request's, 0 drafts by argmax
+    # score of each next token, by which a chain ends before its budget is spent: "entropy", "margin", "learned", or
+    # {"rule": one of these} with its own keys; None is the draft's own probability, of greedy chains
     draft_stop: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -226,13 +221,10 @@ class ParallelDraftModel(DraftModel):
 
 @dataclass(frozen=True, slots=True)
 class DraftMethodConfig(DraftModelConfig):
-    """Keys of the method "draft_model".
+    """Keys of the method "draft_model"."""
 
-    Attributes:
-        parallel_drafting: Whether the draft predicts all positions in one pass. None: if its config.json names the
-            mask token of such a draft.
-    """
-
+    # whether the draft predicts all positions in one pass; none: if its config.json names the mask token of such a
+    # draft
     parallel_drafting: bool | None = None
 
 

@@ -28,26 +28,18 @@ DrawnTreeKind = Literal["sampled", "greedy_multi"]
 
 @dataclass(slots=True)
 class DrawnTree(Growth):
-    """A sampled tree while it grows.
+    """A sampled tree while it grows."""
 
-    Attributes:
-        kind: "sampled", siblings without replacement (Sequoia, 2402.12374), or "greedy_multi", the ``width`` - 1
-            most probable tokens and one sampled from the others (2502.18779).
-        budget: Maximum number of nodes.
-        steps: Levels left to draw.
-        width: Maximum number of siblings.
-        stream: The draft's private random numbers. Node i is sampled with number i.
-        rows: The distribution [V] that a node's children were sampled from, by node.
-        reach: Estimated probability that a node is accepted, by node.
-    """
-
+    # "sampled", siblings without replacement (Sequoia, 2402.12374), or "greedy_multi", the ``width`` - 1 most probable
+    # tokens and one sampled from the others (2502.18779)
     kind: DrawnTreeKind = "sampled"
-    budget: int = 0
-    steps: int = 0
-    width: int = 0
-    stream: Stream | None = None
+    budget: int = 0  # maximum number of nodes
+    steps: int = 0  # levels left to draw
+    width: int = 0  # maximum number of siblings
+    stream: Stream | None = None  # the draft's private random numbers; node i is sampled with number i
+    # the distribution [V] that a node's children were sampled from, by node
     rows: dict[int, Tensor] = field(default_factory=dict)
-    reach: list[float] = field(default_factory=list)
+    reach: list[float] = field(default_factory=list)  # estimated probability that a node is accepted, by node
 
     def expand(self, probs: Tensor) -> None:
         """Draws children below the frontier.

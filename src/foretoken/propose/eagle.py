@@ -21,12 +21,9 @@ from foretoken.propose.hidden_states import HeadGrowth, HiddenStateProposer
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig(HeadGrowth):
-    """Growth of the head's drafts.
+    """Growth of the head's drafts."""
 
-    Attributes:
-        parallel_drafting: Whether the head predicts all positions in one pass. None for heads that were trained for it.
-    """
-
+    # whether the head predicts all positions in one pass; None for heads that were trained for it
     parallel_drafting: bool | None = None
 
 

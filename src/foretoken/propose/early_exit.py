@@ -25,13 +25,9 @@ from foretoken.propose.growers import GrowthConfig, refuse_window
 
 @dataclass(frozen=True, slots=True)
 class EarlyExitConfig(DraftModelConfig):
-    """The keys of a draft model, and the exit layer.
+    """The keys of a draft model, and the exit layer."""
 
-    Attributes:
-        exit_layer: Number of layers of the draft. None takes that of the trained exit under "model", or half of the
-            target's.
-    """
-
+    # number of layers of the draft; None takes that of the trained exit under "model", or half of the target's
     exit_layer: int | None = None
 
     def __post_init__(self) -> None:
@@ -65,13 +61,9 @@ METHOD = Method(EarlyExitConfig, build, takes_draft_model=True)
 
 @dataclass(frozen=True, slots=True)
 class SelfQuantizedConfig(DraftModelConfig):
-    """The keys of a draft model, and the number format of the copy.
+    """The keys of a draft model, and the number format of the copy."""
 
-    Attributes:
-        quantization: One of ``options.QUANTIZATIONS``.
-    """
-
-    quantization: str = "int4"
+    quantization: str = "int4"  # one of ``options.QUANTIZATIONS``
 
     def __post_init__(self) -> None:
         DraftModelConfig.__post_init__(self)

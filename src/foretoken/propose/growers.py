@@ -36,20 +36,17 @@ class GrowthConfig:
     """Shape of the drafts of a model that drafts level by level.
 
     Greedy requests and those of the trajectory grade have fixed candidates: any tree is a "top_k" tree for them.
-
-    Attributes:
-        tree: "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings
-            sampled without replacement; "greedy_multi", the likeliest siblings and one sampled; "ranked", "top_k" where
-            candidates are fixed, and a chain where tokens are sampled; "at_once", "top_k" for greedy requests, else a
-            chain, which a head drafts in one call.
-        num_steps: Maximum depth, hence the number of draft passes. None is the whole budget, for trees at most 8.
-        top_k: Maximum number of siblings, and of nodes expanded on a level.
-        draft_window: Number of tokens that the drafter's attention sees at most; None for the drafter's own windows.
     """
 
+    # "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings sampled
+    # without replacement; "greedy_multi", the likeliest siblings and one sampled; "ranked", "top_k" where candidates
+    # are fixed, and a chain where tokens are sampled; "at_once", "top_k" for greedy requests, else a chain, which a
+    # head drafts in one call
     tree: TreeKind = "chain"
+    # maximum depth, hence the number of draft passes; None is the whole budget, for trees at most 8
     num_steps: int | None = None
-    top_k: int = 4
+    top_k: int = 4  # maximum number of siblings, and of nodes expanded on a level
+    # number of tokens that the drafter's attention sees at most; None for the drafter's own windows
     draft_window: int | None = None
 
     def __post_init__(self) -> None:
@@ -89,15 +86,10 @@ class Grower(AtOnce, Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class TreeGrower:
-    """Base class of trees that a model may also draft at once.
+    """Base class of trees that a model may also draft at once."""
 
-    Attributes:
-        whole: The request to that model; None if it cannot draft as this class does.
-        drafted: The draft, if a model did.
-    """
-
-    whole: ChainRequest | None = None
-    drafted: Draft | None = None
+    whole: ChainRequest | None = None  # the request to that model; None if it cannot draft as this class does
+    drafted: Draft | None = None  # the draft, if a model did
 
     def request(self) -> ChainRequest | None:
         return self.whole

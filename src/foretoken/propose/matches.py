@@ -26,15 +26,11 @@ LIMIT = 32  # maximum number of occurrences that are counted
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Positions whose context agrees with the end of a text, longest agreement first, then the latest.
+    """Positions whose context agrees with the end of a text, longest agreement first, then the latest."""
 
-    Attributes:
-        lengths: int [K], number of tokens before the position that agree, from 1 to the length of the search pattern.
-        following: int [K, steps], the tokens after each position; ``BREAK`` from the end of its document on.
-    """
-
+    # int [K], number of tokens before the position that agree, from 1 to the length of the search pattern
     lengths: NDArray[np.int64]
-    following: Ids
+    following: Ids  # int [K, steps], the tokens after each position; ``BREAK`` from the end of its document on
 
     @staticmethod
     def none() -> "Matches":

@@ -22,15 +22,11 @@ from foretoken.propose.tree import best_first, drafting_probs, kernel_candidates
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """Candidates of the heads.
+    """Candidates of the heads."""
 
-    Attributes:
-        top_k: Candidates of each head; the best paths through them are drafted, within the budget. 1 makes a chain.
-        num_steps: Maximum number of heads used. None uses all.
-    """
-
+    # candidates of each head; the best paths through them are drafted, within the budget; 1 makes a chain
     top_k: int = 8
-    num_steps: int | None = None
+    num_steps: int | None = None  # maximum number of heads used; None uses all
 
     def __post_init__(self) -> None:
         integer("top_k", self.top_k, 1)

@@ -22,15 +22,11 @@ _PLACES = {None: None, "after_norm": True, "before_norm": False}
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig(HeadGrowth):
-    """Growth of the drafts, and which hidden states the layer reads.
+    """Growth of the drafts, and which hidden states the layer reads."""
 
-    Attributes:
-        hidden_states: The target's last hidden states: "after_norm" or "before_norm"; None measures both on loading.
-        chained_states: The layer's own output where it is chained: the same.
-    """
-
+    # the target's last hidden states: "after_norm" or "before_norm"; None measures both on loading
     hidden_states: str | None = None
-    chained_states: str | None = None
+    chained_states: str | None = None  # the layer's own output where it is chained: the same
 
     def __post_init__(self) -> None:
         HeadGrowth.__post_init__(self)

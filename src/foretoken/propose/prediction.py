@@ -21,13 +21,9 @@ MAX_GAP = 64  # tokens away from the reference after which nothing is drafted un
 
 @dataclass(frozen=True, slots=True)
 class PredictionConfig:
-    """Options of following the reference.
+    """Options of following the reference."""
 
-    Attributes:
-        replay_edits: Where the output replaced a few tokens of the reference, draft the same replacement at later
-            occurrences.
-    """
-
+    # where the output replaced a few tokens of the reference, draft the same replacement at later occurrences
     replay_edits: bool = True
 
     def __post_init__(self) -> None:
@@ -37,22 +33,16 @@ class PredictionConfig:
 
 @dataclass(slots=True)
 class ReferencePosition:
-    """Position of an output in its reference.
-
-    Attributes:
-        replay: See ``PredictionConfig.replay_edits``.
-        at: Index of the expected token of the reference, or of the one expected when the output diverged.
-        gap: Output tokens since the output diverged. Empty while it follows the reference.
-        edits: Pieces of the reference and the output's latest replacement of each.
-        seen: Number of output tokens processed.
-    """
+    """Position of an output in its reference."""
 
     reference: Tokens
-    replay: bool = True
-    at: int = 0
+    replay: bool = True  # see ``PredictionConfig.replay_edits``
+    at: int = 0  # index of the expected token of the reference, or of the one expected when the output diverged
+    # output tokens since the output diverged; empty while it follows the reference
     gap: list[int] = field(default_factory=list)
+    # pieces of the reference and the output's latest replacement of each
     edits: dict[Tokens, Tokens] = field(default_factory=dict)
-    seen: int = 0
+    seen: int = 0  # number of output tokens processed
     _ends: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _grams: dict[Tokens, list[int]] = field(default_factory=lambda: defaultdict(list))
 

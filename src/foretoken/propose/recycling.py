@@ -35,15 +35,10 @@ _TABLES_BYTES = 1 << 28  # bound on all tables together
 
 @dataclass(frozen=True, slots=True)
 class RecyclingConfig:
-    """Size of the table and of the draft tree.
+    """Size of the table and of the draft tree."""
 
-    Attributes:
-        top_k: Successors kept for each token.
-        num_steps: Maximum depth of a draft.
-    """
-
-    top_k: int = 8
-    num_steps: int = 8
+    top_k: int = 8  # successors kept for each token
+    num_steps: int = 8  # maximum depth of a draft
 
     def __post_init__(self) -> None:
         integer("top_k", self.top_k, 1, MAX_SPECULATIVE_TOKENS)
@@ -85,17 +80,11 @@ class RankAcceptance:
 
 @dataclass(eq=False, slots=True)
 class Successors:
-    """Table and rates of the requests of one ``cache_salt``.
+    """Table and rates of the requests of one ``cache_salt``."""
 
-    Attributes:
-        table: int32 [V, top_k], successors of each token, the likeliest first.
-        ranks: Acceptance by rank, for greedy requests (True) and for sampled ones (False).
-        compiled: Both as the kernels read them, likewise.
-    """
-
-    table: NDArray[np.int32]
-    ranks: dict[bool, RankAcceptance]
-    compiled: dict[bool, native.SuccessorTable]
+    table: NDArray[np.int32]  # int32 [V, top_k], successors of each token, the likeliest first
+    ranks: dict[bool, RankAcceptance]  # acceptance by rank, for greedy requests (True) and for sampled ones (False)
+    compiled: dict[bool, native.SuccessorTable]  # both as the kernels read them, likewise
 
     @staticmethod
     def new(vocab_size: int, top_k: int, start: NDArray[np.int32] | None) -> "Successors":

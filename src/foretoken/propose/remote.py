@@ -50,29 +50,19 @@ _ERRORS: dict[str, type[Exception]] = {"InvalidRequest": InvalidRequest, "ModelL
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """Configuration of the method ``remote``.
+    """Configuration of the method ``remote``."""
 
-    Attributes:
-        member: Speculative configuration of the worker's proposer, which may use nothing of the target but its text.
-        transport: "process" or "thread" on this machine, or "ray" for an actor.
-        address: Address of the Ray cluster ("auto" finds one). None starts one on this machine.
-        resources: Resources of the Ray actor: {"GPU": 1}, or names of custom resources of the cluster.
-        ahead: Decode steps that are drafted before their verdicts are known.
-        threads: CPU threads of the worker. None keeps torch's default.
-        device: Device of the worker. None is the target's device, with "ray" the actor's default.
-        backend: Backend of the worker's model.
-        timeout: Maximum seconds to wait for a draft.
-    """
-
+    # speculative configuration of the worker's proposer, which may use nothing of the target but its text
     member: Mapping[str, Any] | None = None
-    transport: str = "process"
-    address: str | None = None
+    transport: str = "process"  # "process" or "thread" on this machine, or "ray" for an actor
+    address: str | None = None  # address of the Ray cluster ("auto" finds one); None starts one on this machine
+    # resources of the Ray actor: {"GPU": 1}, or names of custom resources of the cluster
     resources: Mapping[str, float] | None = None
-    ahead: int = 1
-    threads: int | None = None
-    device: str | None = None
-    backend: str = "auto"
-    timeout: float = 60.0
+    ahead: int = 1  # decode steps that are drafted before their verdicts are known
+    threads: int | None = None  # CPU threads of the worker; None keeps torch's default
+    device: str | None = None  # device of the worker; None is the target's device, with "ray" the actor's default
+    backend: str = "auto"  # backend of the worker's model
+    timeout: float = 60.0  # maximum seconds to wait for a draft
 
     def __post_init__(self) -> None:
         if not isinstance(self.member, Mapping):
@@ -136,20 +126,13 @@ METHOD = Method(RemoteConfig, build)
 
 @dataclass(eq=False, slots=True)
 class RemoteSession:
-    """The engine's record of one drafting session.
-
-    Attributes:
-        sent: Number of tokens that the worker has received.
-        budget: Draft tokens allowed in the current step.
-        draft: The draft used in the current step.
-        arrived: Received drafts that may still be used.
-    """
+    """The engine's record of one drafting session."""
 
     session_id: int
-    sent: int
-    budget: int = 0
-    draft: Draft | None = None
-    arrived: list[DraftReply] = field(default_factory=list)
+    sent: int  # number of tokens that the worker has received
+    budget: int = 0  # draft tokens allowed in the current step
+    draft: Draft | None = None  # the draft used in the current step
+    arrived: list[DraftReply] = field(default_factory=list)  # received drafts that may still be used
 
 
 class Remote(Proposer):

@@ -73,21 +73,14 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tokens that were emitted since the last commit.
-
-    Attributes:
-        budget: Draft tokens that the step allowed this drafter, 0 for none.
-        path: Accepted nodes of the worker's draft, None if another draft was verified.
-        reason: The finish reason, None while the sequence continues.
-        requested: The engine waits for a draft of at most ``budget`` nodes after these tokens.
-    """
+    """Tokens that were emitted since the last commit."""
 
     session_id: int
     tokens: tuple[int, ...]
-    budget: int
-    path: tuple[int, ...] | None = None
-    reason: str | None = None
-    requested: bool = False
+    budget: int  # draft tokens that the step allowed this drafter, 0 for none
+    path: tuple[int, ...] | None = None  # accepted nodes of the worker's draft, None if another draft was verified
+    reason: str | None = None  # the finish reason, None while the sequence continues
+    requested: bool = False  # the engine waits for a draft of at most ``budget`` nodes after these tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +94,13 @@ class EngineMessage:
 
 @dataclass(frozen=True, slots=True)
 class DraftReply:
-    """A draft after a text of ``length`` tokens.
-
-    Attributes:
-        assumed: The last tokens of that text, which the worker predicted because they were not committed yet.
-        budget: Maximum number of nodes that was drafted for.
-    """
+    """A draft after a text of ``length`` tokens."""
 
     session_id: int
     length: int
+    # the last tokens of that text, which the worker predicted because they were not committed yet
     assumed: tuple[int, ...]
-    budget: int
+    budget: int  # maximum number of nodes that was drafted for
     draft: Draft
 
     def follows(self, tokens: Sequence[int]) -> bool:
@@ -132,15 +121,10 @@ class DraftReply:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The worker has loaded.
+    """The worker has loaded."""
 
-    Attributes:
-        learns: The proposer keeps state across requests (see ``Proposer.learns``).
-        prefixes: A draft for a smaller budget is a prefix of the draft for a larger one.
-    """
-
-    learns: bool
-    prefixes: bool
+    learns: bool  # the proposer keeps state across requests (see ``Proposer.learns``)
+    prefixes: bool  # a draft for a smaller budget is a prefix of the draft for a larger one
 
 
 @dataclass(frozen=True, slots=True)

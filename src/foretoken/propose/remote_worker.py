@@ -38,27 +38,17 @@ class DraftCancelled(Exception):
 
 @dataclass(eq=False, slots=True)
 class DraftSession:
-    """One sequence in the worker.
+    """One sequence in the worker."""
 
-    Attributes:
-        context: The text as the proposer knows it, which may end in predicted tokens.
-        committed: The tokens that were emitted.
-        sent: Drafts that were sent, by the length of the text that they follow, a prefix of ``context``.
-        budget: Budget of the last decode step that allowed a draft.
-        requested: The engine waits for a draft of it.
-        active: The last step allowed a draft, so the next one probably will.
-        prefilled: The proposer has processed the whole text and has drafted.
-        mispredicted: ``context`` holds a predicted token that was not emitted.
-    """
-
-    context: Context
-    committed: list[int]
+    context: Context  # the text as the proposer knows it, which may end in predicted tokens
+    committed: list[int]  # the tokens that were emitted
+    # drafts that were sent, by the length of the text that they follow, a prefix of ``context``
     sent: dict[int, DraftReply] = field(default_factory=dict)
-    budget: int = 0
-    requested: bool = False
-    active: bool = False
-    prefilled: bool = False
-    mispredicted: bool = False
+    budget: int = 0  # budget of the last decode step that allowed a draft
+    requested: bool = False  # the engine waits for a draft of it
+    active: bool = False  # the last step allowed a draft, so the next one probably will
+    prefilled: bool = False  # the proposer has processed the whole text and has drafted
+    mispredicted: bool = False  # ``context`` holds a predicted token that was not emitted
 
     def commit(self, commit: Commit) -> None:
         """Appends emitted tokens and compares them with the predicted ones."""

@@ -173,17 +173,12 @@ def _map(file: Path, expected: int) -> mmap.mmap:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalConfig:
-    """Size of the draft tree made of matches.
+    """Size of the draft tree made of matches."""
 
-    Attributes:
-        num_steps: Maximum depth of the tree.
-        top_k: Maximum number of children of a node. 1 drafts a chain.
-        base: Weight factor of a context that is one token longer. 1 counts all matches equally; a large number trusts
-            only the longest, as REST does.
-    """
-
-    num_steps: int = 16
-    top_k: int = 8
+    num_steps: int = 16  # maximum depth of the tree
+    top_k: int = 8  # maximum number of children of a node; 1 drafts a chain
+    # weight factor of a context that is one token longer; 1 counts all matches equally; a large number trusts only the
+    # longest, as REST does
     base: float = 3.0
 
     def __post_init__(self) -> None:

@@ -103,19 +103,13 @@ def entropy_bound(row: Tensor, coefficient: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DraftStop:
-    """A score, and where a chain ends by it.
+    """A score, and where a chain ends by it."""
 
-    Attributes:
-        score: Estimates the acceptance in [0, 1] of the next token from its distribution [V] and hidden state [H].
-        threshold: Acceptance of the chain below which it ends where the draft policy sets no minimum.
-        hidden: Whether the score reads hidden states.
-        each: Whether ``threshold`` is of each token rather than of all tokens so far.
-    """
-
+    # estimates the acceptance in [0, 1] of the next token from its distribution [V] and hidden state [H]
     score: Callable[[Tensor, Tensor | None, bool], float]
-    threshold: float
-    hidden: bool = False
-    each: bool = False
+    threshold: float  # acceptance of the chain below which it ends where the draft policy sets no minimum
+    hidden: bool = False  # whether the score reads hidden states
+    each: bool = False  # whether ``threshold`` is of each token rather than of all tokens so far
 
 
 _KEYS = {"entropy": ("threshold", "coefficient"), "margin": ("threshold",), "learned": ("threshold", "model")}

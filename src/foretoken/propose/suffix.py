@@ -219,26 +219,17 @@ def _totals(segments: Sequence[_Segment]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """vLLM's keys with the same meaning, and two more.
+    """vLLM's keys with the same meaning, and two more."""
 
-    Attributes:
-        suffix_decoding_max_tree_depth: Maximum length of a matched context, and of a continuation.
-        suffix_decoding_max_cached_requests: Number of finished outputs kept for later requests, over all values of
-            ``cache_salt``. 0 keeps none.
-        suffix_decoding_max_spec_factor: A match of m tokens is followed for at most this factor times m tokens (vLLM's
-            default is 1).
-        suffix_decoding_min_token_prob: Minimum estimated probability of a draft token.
-        suffix_decoding_max_cached_tokens: Bound on the memory of kept outputs, at 6 to 8 bytes a token (4 million: 32
-            MB).
-        top_k: Continuations followed at each node. 1 drafts a chain.
-    """
-
-    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_tree_depth: int = 24  # maximum length of a matched context, and of a continuation
+    # number of finished outputs kept for later requests, over all values of ``cache_salt``; 0 keeps none
     suffix_decoding_max_cached_requests: int = 10_000
+    # a match of m tokens is followed for at most this factor times m tokens (vLLM's default is 1)
     suffix_decoding_max_spec_factor: float = 4.0
-    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_min_token_prob: float = 0.1  # minimum estimated probability of a draft token
+    # bound on the memory of kept outputs, at 6 to 8 bytes a token (4 million: 32 MB)
     suffix_decoding_max_cached_tokens: int = 4_000_000
-    top_k: int = 4
+    top_k: int = 4  # continuations followed at each node; 1 drafts a chain
 
     def __post_init__(self) -> None:
         integer("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1, PAD)

@@ -25,16 +25,12 @@ from foretoken.propose.matches import BREAK
 
 
 class Candidates(NamedTuple):
-    """Likely children of some nodes, the likeliest first.
+    """Likely children of some nodes, the likeliest first."""
 
-    Attributes:
-        scores: [rows, K], log of the estimated probability that the target continues from the node with the token. -inf
-            marks no candidate.
-        ids: int64 [rows, K], the tokens.
-    """
-
+    # [rows, K], log of the estimated probability that the target continues from the node with the token; -inf marks no
+    # candidate
     scores: Tensor
-    ids: Tensor
+    ids: Tensor  # int64 [rows, K], the tokens
 
 
 def drafting_probs(law: Law, logits: Tensor, histories: Sequence[History]) -> Tensor:
@@ -97,16 +93,12 @@ class Growth:
 
     The model scores ``growing()``, whose last nodes are the ``frontier``; children are then added below those. The
     first frontier is the root, -1. An empty frontier means that the tree is complete.
-
-    Attributes:
-        frontier: The nodes whose logits come next.
-        scored: Nodes that the model has scored or is to score, in its order.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    frontier: list[int] = field(default_factory=lambda: [-1])
-    scored: list[int] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=lambda: [-1])  # the nodes whose logits come next
+    scored: list[int] = field(default_factory=list)  # nodes that the model has scored or is to score, in its order
 
     def growing(self) -> Draft:
         """Returns the nodes of the next pass: those scored before, then the frontier; empty for the root alone."""

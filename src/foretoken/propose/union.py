@@ -26,17 +26,12 @@ from foretoken.propose.growers import is_drawn
 
 @dataclass(eq=False, slots=True)
 class DraftUnion:
-    """A merged tree. Nodes are in the order of insertion, so parents come before children.
-
-    Attributes:
-        rates: P(node accepted | its parent accepted).
-        owners: The proposer with the highest rate for each node.
-    """
+    """A merged tree. Nodes are in the order of insertion, so parents come before children."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    owners: list[str] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)  # P(node accepted | its parent accepted)
+    owners: list[str] = field(default_factory=list)  # the proposer with the highest rate for each node
     _nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # by parent and token
 
     def add(self, draft: Draft, rates: Sequence[float], owner: str) -> list[int]:
@@ -98,38 +93,23 @@ class DraftUnion:
 
 @dataclass(frozen=True, slots=True)
 class UnionMember:
-    """A member of a union.
+    """A member of a union."""
 
-    Attributes:
-        name: Its name in statistics.
-        proposer: Drafts.
-        max_nodes: Maximum number of nodes of its drafts, None for the budget.
-    """
-
-    name: str
-    proposer: Proposer
-    max_nodes: int | None = None
+    name: str  # its name in statistics
+    proposer: Proposer  # drafts
+    max_nodes: int | None = None  # maximum number of nodes of its drafts, None for the budget
 
 
 @dataclass(eq=False, slots=True)
 class Merge:
-    """The draft of one request in a step, while its sources draft.
+    """The draft of one request in a step, while its sources draft."""
 
-    Attributes:
-        context: The request.
-        limit: Number of nodes, at most.
-        union: The candidates of all sources.
-        weights: P(node accepted) of each.
-        kept: Those that are verified, in their order.
-        value: Expected accepted tokens of these, less their price.
-    """
-
-    context: Context
-    limit: int
-    union: DraftUnion = field(default_factory=DraftUnion)
-    weights: Sequence[float] = ()
-    kept: Sequence[int] = ()
-    value: float = 0.0
+    context: Context  # the request
+    limit: int  # number of nodes, at most
+    union: DraftUnion = field(default_factory=DraftUnion)  # the candidates of all sources
+    weights: Sequence[float] = ()  # P(node accepted) of each
+    kept: Sequence[int] = ()  # those that are verified, in their order
+    value: float = 0.0  # expected accepted tokens of these, less their price
 
 
 class Union(Proposer):
@@ -355,13 +335,10 @@ _DEFAULT = ({"method": "suffix"}, {"method": "recycling"})
 
 @dataclass(frozen=True, slots=True)
 class MixtureConfig:
-    """Members of the mixture.
+    """Members of the mixture."""
 
-    Attributes:
-        members: Configurations as in ``speculative_config``, one per member, at most one of which is a model.
-            "num_speculative_tokens" bounds a member's nodes; without it they are bounded by the step's budget.
-    """
-
+    # configurations as in ``speculative_config``, one per member, at most one of which is a model;
+    # "num_speculative_tokens" bounds a member's nodes; without it they are bounded by the step's budget
     members: Sequence[Mapping[str, Any]] = _DEFAULT
 
     def __post_init__(self) -> None:

@@ -29,14 +29,10 @@ _MARGIN = 256  # positions of the draft's context window reserved for drafting; 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyConfig(DraftModelConfig):
-    """The keys of a draft model, which apply to tli, and the algorithm.
+    """The keys of a draft model, which apply to tli, and the algorithm."""
 
-    Attributes:
-        algorithm: "slem" drafts text by argmax and cuts it into the target's tokens; "tli" drafts tokens that both
-            vocabularies share, from the draft's distribution restricted to them. None is slem at temperature 0, else
-            tli.
-    """
-
+    # "slem" drafts text by argmax and cuts it into the target's tokens; "tli" drafts tokens that both vocabularies
+    # share, from the draft's distribution restricted to them; None is slem at temperature 0, else tli
     algorithm: str | None = None
 
     def __post_init__(self) -> None:

@@ -145,22 +145,14 @@ _QUANTIZATION_VERSION = 2  # of ggml's blocks
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Description of a model in a GGUF file: all but its tensors.
+    """Description of a model in a GGUF file: all but its tensors."""
 
-    Attributes:
-        config: config.json.
-        name: the name in GGUF.
-        tokenizer: the tokenizer, or None for a file without.
-        ends: ids of the tokens that end a text.
-        title: name of the model.
-    """
-
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # config.json
     architecture: Architecture
-    name: str
-    tokenizer: Any
-    ends: Sequence[int]
-    title: str
+    name: str  # the name in GGUF
+    tokenizer: Any  # the tokenizer, or None for a file without
+    ends: Sequence[int]  # ids of the tokens that end a text
+    title: str  # name of the model
 
     @staticmethod
     def of(config: Mapping[str, Any], tokenizer: Any, ends: Sequence[int], title: str) -> "Described":

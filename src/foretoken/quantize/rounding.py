@@ -16,19 +16,12 @@ SCHEMES = (*QUANTIZATIONS, *FLOATS, *MIXTURES)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Target format of a quantized checkpoint.
+    """Target format of a quantized checkpoint."""
 
-    Attributes:
-        name: one of ``SCHEMES``.
-        quantizer: bits and groups of a folder's matrices; None for floats and GGUF.
-        dtype: dtype of a folder of floats.
-        gguf: whether a GGUF file is written.
-    """
-
-    name: str
-    quantizer: Quantizer | None = None
-    dtype: torch.dtype | None = None
-    gguf: bool = False
+    name: str  # one of ``SCHEMES``
+    quantizer: Quantizer | None = None  # bits and groups of a folder's matrices; None for floats and GGUF
+    dtype: torch.dtype | None = None  # dtype of a folder of floats
+    gguf: bool = False  # whether a GGUF file is written
 
     @staticmethod
     def of(name: str) -> "Scheme":
@@ -53,21 +46,13 @@ _DAMPING = 0.01  # fraction of the mean diagonal that is added to the Hessian
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """The values that a matrix [out, in] can have: ``code * scale + offset`` in each group of inputs.
+    """The values that a matrix [out, in] can have: ``code * scale + offset`` in each group of inputs."""
 
-    Attributes:
-        scales: float32 [out, groups].
-        low: smallest code.
-        high: largest code.
-        group: inputs of a group; the last may be shorter.
-        offsets: float32 [out, groups], or None.
-    """
-
-    scales: Tensor
-    low: int
-    high: int
-    group: int
-    offsets: Tensor | None = None
+    scales: Tensor  # float32 [out, groups]
+    low: int  # smallest code
+    high: int  # largest code
+    group: int  # inputs of a group; the last may be shorter
+    offsets: Tensor | None = None  # float32 [out, groups], or None
 
     def codes(self, weights: Tensor) -> Tensor:
         inputs = weights.shape[1]
@@ -162,17 +147,11 @@ def affine_scales(x: Tensor, high: int, importance: Tensor, first: float, steps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curvature:
-    """Effect of an error in each input of a matrix on its outputs for the calibration text.
+    """Effect of an error in each input of a matrix on its outputs for the calibration text."""
 
-    Attributes:
-        importance: mean square of each input, float32 [in].
-        order: inputs, the largest first.
-        factor: upper Cholesky factor of the inverse of the damped Hessian, in that order, float32 [in, in].
-    """
-
-    importance: Tensor
-    order: Tensor
-    factor: Tensor
+    importance: Tensor  # mean square of each input, float32 [in]
+    order: Tensor  # inputs, the largest first
+    factor: Tensor  # upper Cholesky factor of the inverse of the damped Hessian, in that order, float32 [in, in]
 
     @staticmethod
     def of(hessian: Tensor) -> "Curvature":

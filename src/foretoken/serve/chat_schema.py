@@ -243,16 +243,11 @@ class StoredContent:
 
 
 class ChatForm(ABC):
-    """A body of another API that ``RequestPreparer`` converts to a chat.
+    """A body of another API that ``RequestPreparer`` converts to a chat."""
 
-    Attributes:
-        sent_as: Names of the chat's fields in this body, where they differ, for errors.
-        counts_only: Whether the answer is the number of the prompt's tokens.
-        fills_context: Whether the output ends at the end of the context if more tokens are requested.
-    """
-
-    sent_as: ClassVar[Mapping[str, str]] = {}
-    counts_only: ClassVar[bool] = False
+    sent_as: ClassVar[Mapping[str, str]] = {}  # names of the chat's fields in this body, where they differ, for errors
+    counts_only: ClassVar[bool] = False  # whether the answer is the number of the prompt's tokens
+    # whether the output ends at the end of the context if more tokens are requested
     fills_context: ClassVar[bool] = False
 
     @abstractmethod

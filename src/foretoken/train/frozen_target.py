@@ -106,23 +106,14 @@ class FrozenTarget:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Windows of text and the target's hidden states there.
+    """Windows of text and the target's hidden states there."""
 
-    Args:
-        ids: Token ids, int64 [B, T].
-        states: Hidden states, [B, T, len(layers), H] in the order of ``layers``, the normed output last.
-        layers: Indices of the hidden states.
-        embeddings: The target's, [V, H].
-        head: The target's vocabulary head, [V, H].
-        softcap: Soft cap of its logits as in Gemma 2, 0 for none.
-    """
-
-    ids: Tensor
-    states: Tensor
-    layers: tuple[int, ...]
-    embeddings: Tensor
-    head: Tensor
-    softcap: float = 0.0
+    ids: Tensor  # token ids, int64 [B, T]
+    states: Tensor  # hidden states, [B, T, len(layers), H] in the order of ``layers``, the normed output last
+    layers: tuple[int, ...]  # indices of the hidden states
+    embeddings: Tensor  # the target's, [V, H]
+    head: Tensor  # the target's vocabulary head, [V, H]
+    softcap: float = 0.0  # soft cap of its logits as in Gemma 2, 0 for none
 
     def tapped(self, taps: Sequence[int]) -> Tensor:
         """Returns the concatenated hidden states of ``taps``, [B, T, len(taps) * H]."""

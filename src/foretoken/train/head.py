@@ -14,18 +14,15 @@ EVALUATED = 4  # heads that draft a block evaluate every fourth row
 
 
 class Drafted(NamedTuple):
-    """Output of a head in training.
+    """Output of a head in training."""
 
-    Attributes:
-        logits: For every depth logits [B, R, Vd], of R roots: the logits of root i at depth j are for token i + 2 + j.
-            In training, later depths may be missing.
-        confidence: Logits [B, R] of the estimated acceptance at every depth, None for a head without such estimates.
-        roots: At every depth the rows [R] of a window whose chains were computed, None for the first T - depths. In
-            evaluation they are the same at all depths, ascending.
-    """
-
+    # for every depth logits [B, R, Vd], of R roots: the logits of root i at depth j are for token i + 2 + j; in
+    # training, later depths may be missing
     logits: list[Tensor]
+    # logits [B, R] of the estimated acceptance at every depth, None for a head without such estimates
     confidence: list[Tensor] | None = None
+    # at every depth the rows [R] of a window whose chains were computed, None for the first T - depths; in evaluation
+    # they are the same at all depths, ascending
     roots: list[Tensor] | None = None
 
 

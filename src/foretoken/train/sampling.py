@@ -145,19 +145,12 @@ def open_decoder(folder: Path, source: Path, device: torch.device, length: int) 
 
 @dataclass(frozen=True)
 class Turns:
-    """Token ids between the turns of a conversation. A document has an opening alone.
+    """Token ids between the turns of a conversation. A document has an opening alone."""
 
-    Args:
-        opening: Before the first request.
-        answer: Between a request and its answer. The first one ends the request.
-        request: Between an answer and the next request. The first one ends the answer.
-        ends: Ids that end a turn, or a document.
-    """
-
-    opening: tuple[int, ...]
-    answer: tuple[int, ...] = ()
-    request: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
+    opening: tuple[int, ...]  # before the first request
+    answer: tuple[int, ...] = ()  # between a request and its answer; the first one ends the request
+    request: tuple[int, ...] = ()  # between an answer and the next request; the first one ends the answer
+    ends: tuple[int, ...] = ()  # ids that end a turn, or a document
 
 
 class Sampler:

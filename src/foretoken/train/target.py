@@ -54,25 +54,17 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The model, loss and file format of a family that is trained from scratch.
+    """The model, loss and file format of a family that is trained from scratch."""
 
-    Args:
-        command: Its name after ``foretoken train``.
-        role: Role among the bundled models.
-        usual: Sizes of the bundled model.
-        new: Returns a freshly initialized model of a shape.
-        loss: Returns the loss of ids [B, T], of a model in evaluation the mean cross-entropy of the next tokens.
-        save: Writes bf16 weights, config and tokenizer.
-        recordable: Whether a step waits for no device, so that it can be recorded as a CUDA graph.
-    """
-
-    command: str
-    role: str
-    usual: Any
+    command: str  # its name after ``foretoken train``
+    role: str  # role among the bundled models
+    usual: Any  # sizes of the bundled model
+    # returns a freshly initialized model of a shape
     new: Callable[[Any, PreTrainedTokenizerFast, TrainConfig], nn.Module]
+    # returns the loss of ids [B, T], of a model in evaluation the mean cross-entropy of the next tokens
     loss: Callable[[Any, torch.Tensor], torch.Tensor]
-    save: Callable[[Any, PreTrainedTokenizerFast, Path], None]
-    recordable: bool = False
+    save: Callable[[Any, PreTrainedTokenizerFast, Path], None]  # writes bf16 weights, config and tokenizer
+    recordable: bool = False  # whether a step waits for no device, so that it can be recorded as a CUDA graph
 
 
 LLAMA = Recipe(

@@ -56,21 +56,14 @@ def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
 
 @dataclass(slots=True)
 class _Reached:
-    """A node on the path that traversal verification tests.
+    """A node on the path that traversal verification tests."""
 
-    Attributes:
-        node: Its index, -1 for the root.
-        weight: Probability with which it is reached, then that with which it is accepted as a leaf.
-        untested: Its children that were not tested.
-        p: [V]. The target's distribution after rejected children. None until a child is rejected: the row is not read.
-        q: [V]. The distribution of the next child. None until a child is tested.
-    """
-
-    node: int
-    weight: float
-    untested: Iterator[int]
+    node: int  # its index, -1 for the root
+    weight: float  # probability with which it is reached, then that with which it is accepted as a leaf
+    untested: Iterator[int]  # its children that were not tested
+    # [V]; the target's distribution after rejected children; None until a child is rejected: the row is not read
     p: Tensor | None = None
-    q: Tensor | None = None
+    q: Tensor | None = None  # [V]; the distribution of the next child; None until a child is tested
 
     def reject(self, token: int, probs: Probs, *, replaced: bool) -> None:
         """Deletes the child ``token``. ``replaced``: siblings are independent samples."""

@@ -167,19 +167,12 @@ VARIABLE = "FORETOKEN_CPU"  # selects a lower level
 
 
 class Level(NamedTuple):
-    """A set of instructions that kernels are compiled for.
+    """A set of instructions that kernels are compiled for."""
 
-    Attributes:
-        name: its name in FORETOKEN_CPU.
-        machines: names of the architecture in ``platform.machine``.
-        features: required features of the processor, by Linux's names.
-        flags: compiler flags.
-    """
-
-    name: str
-    machines: tuple[str, ...]
-    features: frozenset[str]
-    flags: tuple[str, ...]
+    name: str  # its name in FORETOKEN_CPU
+    machines: tuple[str, ...]  # names of the architecture in ``platform.machine``
+    features: frozenset[str]  # required features of the processor, by Linux's names
+    flags: tuple[str, ...]  # compiler flags
 
 
 def _x86(name: str, features: str) -> Level:

@@ -128,15 +128,10 @@ class Filter(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """The random number of one draw.
+    """The random number of one draw."""
 
-    Attributes:
-        races: Whether the token is the winner of a race, else the token at a fraction of the mass.
-        bits: Key of the race, or the bits of the fraction, a float64.
-    """
-
-    races: bool
-    bits: int
+    races: bool  # whether the token is the winner of a race, else the token at a fraction of the mass
+    bits: int  # key of the race, or the bits of the fraction, a float64
 
 
 @_HEADERS.mirrored

@@ -11,21 +11,13 @@ from typing import NamedTuple
 
 
 class Platform(NamedTuple):
-    """A platform that wheels are built for.
+    """A platform that wheels are built for."""
 
-    Attributes:
-        target: its name for the compiler; glibc 2.28 is that of manylinux_2_28.
-        machine: its processor's name, as ``platform.machine`` gives it there.
-        tag: its name in the wheel's file name.
-        suffix: end of its libraries' names.
-        without: instruction-set levels that its machines lack.
-    """
-
-    target: str
-    machine: str
-    tag: str
-    suffix: str = ".so"
-    without: tuple[str, ...] = ()
+    target: str  # its name for the compiler; glibc 2.28 is that of manylinux_2_28
+    machine: str  # its processor's name, as ``platform.machine`` gives it there
+    tag: str  # its name in the wheel's file name
+    suffix: str = ".so"  # end of its libraries' names
+    without: tuple[str, ...] = ()  # instruction-set levels that its machines lack
 
 
 _NO_MAC = ("amx", "avx512-bf16", "avx512-vnni", "avx2-vnni")  # macOS does not report VNNI, which few Macs have
@@ -49,20 +41,13 @@ _COMPILING: dict[str, tuple[str, ...]] = {
 
 
 class Toolchain(NamedTuple):
-    """A compiler and the system it compiles for.
+    """A compiler and the system it compiles for."""
 
-    Attributes:
-        command: program and first arguments.
-        suffix: end of libraries' names.
-        compiling: further flags for source files.
-        linking: further flags for libraries.
-        folder: folder of its files within that of the kernels; that of this machine's compiler is the folder itself.
-    """
-
-    command: tuple[str, ...]
-    suffix: str
-    compiling: tuple[str, ...] = ()
-    linking: tuple[str, ...] = ()
+    command: tuple[str, ...]  # program and first arguments
+    suffix: str  # end of libraries' names
+    compiling: tuple[str, ...] = ()  # further flags for source files
+    linking: tuple[str, ...] = ()  # further flags for libraries
+    # folder of its files within that of the kernels; that of this machine's compiler is the folder itself
     folder: str = ""
 
 

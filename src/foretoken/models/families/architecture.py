@@ -24,17 +24,11 @@ from foretoken.models.families.table import FAMILIES
 
 @dataclass(frozen=True, slots=True)
 class Alibi:
-    """Attention biases by distance (2108.12409): factor * slope * (position of the key - position of the row).
+    """Attention biases by distance (2108.12409): factor * slope * (position of the key - position of the row)."""
 
-    Attributes:
-        slopes: one for each head.
-        factor: factor of all biases.
-        rounded: whether slope * position is rounded to bfloat16 (Falcon).
-    """
-
-    slopes: tuple[float, ...]
-    factor: float = 1.0
-    rounded: bool = False
+    slopes: tuple[float, ...]  # one for each head
+    factor: float = 1.0  # factor of all biases
+    rounded: bool = False  # whether slope * position is rounded to bfloat16 (Falcon)
 
     def table(self, positions: int) -> Tensor:
         """Returns the biases of positions before differences are taken, float32 [heads, positions]."""
@@ -46,17 +40,11 @@ class Alibi:
 
 @dataclass(frozen=True, slots=True)
 class RelativeBuckets:
-    """T5's relative positions (1910.10683): the attention bias of a pair is that of the bucket of its distance.
+    """T5's relative positions (1910.10683): the attention bias of a pair is that of the bucket of its distance."""
 
-    Attributes:
-        count: number of buckets.
-        farthest: distance beyond which all distances share a bucket.
-        both_ways: whether rows see keys after them (encoder). In a decoder such distances count as 0.
-    """
-
-    count: int
-    farthest: int
-    both_ways: bool
+    count: int  # number of buckets
+    farthest: int  # distance beyond which all distances share a bucket
+    both_ways: bool  # whether rows see keys after them (encoder); in a decoder such distances count as 0
 
     def by_distance(self) -> Tensor:
         """Returns the bucket of every distance key - query from -farthest to farthest, int64 [2 farthest + 1].
@@ -92,97 +80,58 @@ class QueryGrowth:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Architecture:
-    """A decoder: a stack of layers (``Layer``), and what all of them share.
+    """A decoder: a stack of layers (``Layer``), and what all of them share."""
 
-    Attributes:
-        family: ``model_type`` of config.json.
-        hidden: width of the residual stream.
-        heads: number of query heads.
-        kv_heads: number of heads of keys and values, unless a layer has ``sizes``.
-        head_dim: width of a head, unless a layer has ``sizes``.
-        intermediate: width of an MLP, unless a layer has ``inner``.
-        stack: the layers.
-        vocab: rows of the embedding.
-        eps: is added to the variance in norms.
-        activation: activation of MLPs.
-        scale: scores = scale * (queries . keys).
-        attention_softcap: scores = cap * tanh(scores / cap); 0 for none.
-        final_softcap: the same for logits.
-        embedding_scale: embeddings are multiplied by it, rounded to the model's dtype.
-        norm_offset: is added to stored norm weights: Gemma stores weight - 1.
-        frequencies: rotary frequencies, float32 [rotated elements of a head / 2] each; ``Layer.rope`` is an index.
-        max_length: maximum length of a sequence in tokens.
-        tied: whether the embedding is the vocabulary head.
-        centered: whether norms subtract the mean (layer norm); otherwise RMS norms.
-        head_norms: norms of queries and keys: of each head before or after its rotation, of all heads as one row
-            before it, or None.
-        factors: factors of additions to the residual stream.
-        attention_input: factor of attention's input. Scores and ``factors`` include it, so biases are divided by it.
-        gate_factor: factor of an MLP's gate before its activation.
-        logit_scale: factor of the logits, before their cap.
-        clip: queries, keys and values are clipped to [-clip, clip]; 0 for no bound.
-        paired: whether elements 2i and 2i + 1 of a head are rotated together; otherwise i and i + half.
-        rotary_scales: factor of cosines and sines, by index in ``frequencies``; empty for 1.
-        alibi: attention biases by distance; None for none.
-        query_growth: factor of queries by position; None for none.
-        learned_positions: row of the first position in the table of learned positions; None without a table.
-        names: names of the checkpoint's tensors.
-        weightless: whether the checkpoint has no weights of norms, which are then 1.
-        unit_heads: whether norms of heads have no weights, and are only in layers with rotation (Llama 4).
-        gated_attention: whether attention's output is multiplied by the sigmoid of a gate before its last matrix.
-        recurrence: sizes of the recurrent layers; None if there are none.
-        latent: sizes of latent attention, in which ``head_dim`` is the width of the one key of all heads; None if
-            attention is not latent.
-        sinks: whether each head's softmax counts one more key, without a value (gpt-oss).
-        norm_sums: whether norms after mixers and MLPs norm the residual stream (BART); otherwise the addition to it.
-        relative: T5's relative positions; None for none.
-        unit_values: whether each head of values is normed, without weights (Gemma 4).
-        layer_inputs: inputs of single layers beside the residual stream; None for none.
-        multiplied: whether factors of the family are in the stored weights (Falcon-H1 in GGUF files).
-    """
-
-    family: str
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    stack: tuple[Layer, ...]
-    vocab: int
-    eps: float
-    activation: Activation
-    scale: float
-    max_length: int
-    attention_softcap: float = 0.0
-    final_softcap: float = 0.0
-    embedding_scale: float = 1.0
-    norm_offset: float = 0.0
+    family: str  # ``model_type`` of config.json
+    hidden: int  # width of the residual stream
+    heads: int  # number of query heads
+    kv_heads: int  # number of heads of keys and values, unless a layer has ``sizes``
+    head_dim: int  # width of a head, unless a layer has ``sizes``
+    intermediate: int  # width of an MLP, unless a layer has ``inner``
+    stack: tuple[Layer, ...]  # the layers
+    vocab: int  # rows of the embedding
+    eps: float  # is added to the variance in norms
+    activation: Activation  # activation of MLPs
+    scale: float  # scores = scale * (queries . keys)
+    max_length: int  # maximum length of a sequence in tokens
+    attention_softcap: float = 0.0  # scores = cap * tanh(scores / cap); 0 for none
+    final_softcap: float = 0.0  # the same for logits
+    embedding_scale: float = 1.0  # embeddings are multiplied by it, rounded to the model's dtype
+    norm_offset: float = 0.0  # is added to stored norm weights: Gemma stores weight - 1
+    # rotary frequencies, float32 [rotated elements of a head / 2] each; ``Layer.rope`` is an index
     frequencies: tuple[Tensor, ...] = ()
-    tied: bool = False
-    centered: bool = False
+    tied: bool = False  # whether the embedding is the vocabulary head
+    centered: bool = False  # whether norms subtract the mean (layer norm); otherwise RMS norms
+    # norms of queries and keys: of each head before or after its rotation, of all heads as one row before it, or None
     head_norms: HeadNorms | None = None
-    factors: BranchFactors = field(default_factory=BranchFactors)
+    factors: BranchFactors = field(default_factory=BranchFactors)  # factors of additions to the residual stream
+    # factor of attention's input; scores and ``factors`` include it, so biases are divided by it
     attention_input: float = 1.0
-    gate_factor: float = 1.0
-    logit_scale: float = 1.0
-    clip: float = 0.0
-    paired: bool = False
-    rotary_scales: tuple[float, ...] = ()
-    alibi: Alibi | None = None
-    query_growth: QueryGrowth | None = None
+    gate_factor: float = 1.0  # factor of an MLP's gate before its activation
+    logit_scale: float = 1.0  # factor of the logits, before their cap
+    clip: float = 0.0  # queries, keys and values are clipped to [-clip, clip]; 0 for no bound
+    paired: bool = False  # whether elements 2i and 2i + 1 of a head are rotated together; otherwise i and i + half
+    rotary_scales: tuple[float, ...] = ()  # factor of cosines and sines, by index in ``frequencies``; empty for 1
+    alibi: Alibi | None = None  # attention biases by distance; None for none
+    query_growth: QueryGrowth | None = None  # factor of queries by position; None for none
+    # row of the first position in the table of learned positions; None without a table
     learned_positions: int | None = None
-    names: TensorNames = field(default_factory=TensorNames)
-    weightless: bool = False
-    unit_heads: bool = False
+    names: TensorNames = field(default_factory=TensorNames)  # names of the checkpoint's tensors
+    weightless: bool = False  # whether the checkpoint has no weights of norms, which are then 1
+    unit_heads: bool = False  # whether norms of heads have no weights, and are only in layers with rotation (Llama 4)
+    # whether attention's output is multiplied by the sigmoid of a gate before its last matrix
     gated_attention: bool = False
-    recurrence: Recurrence | None = None
-    sinks: bool = False
+    recurrence: Recurrence | None = None  # sizes of the recurrent layers; None if there are none
+    sinks: bool = False  # whether each head's softmax counts one more key, without a value (gpt-oss)
+    # whether norms after mixers and MLPs norm the residual stream (BART); otherwise the addition to it
     norm_sums: bool = False
-    relative: RelativeBuckets | None = None
+    relative: RelativeBuckets | None = None  # T5's relative positions; None for none
+    # sizes of latent attention, in which ``head_dim`` is the width of the one key of all heads; None if attention is
+    # not latent
     latent: LatentAttention | None = None
-    unit_values: bool = False
-    layer_inputs: LayerInputs | None = None
-    multiplied: bool = False
+    unit_values: bool = False  # whether each head of values is normed, without weights (Gemma 4)
+    layer_inputs: LayerInputs | None = None  # inputs of single layers beside the residual stream; None for none
+    multiplied: bool = False  # whether factors of the family are in the stored weights (Falcon-H1 in GGUF files)
 
     def sizes(self, layer: Layer) -> HeadSizes:
         return layer.sizes or HeadSizes(self.kv_heads, self.head_dim)

@@ -16,46 +16,35 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names of a checkpoint's tensors, without ``.weight`` and ``.bias``.
+    """Names of a checkpoint's tensors, without ``.weight`` and ``.bias``."""
 
-    Attributes:
-        base: prefix of all names but the head's; a checkpoint of the bare model has none.
-        layer: prefix of a layer's names, which are relative to it.
-        positions: table of learned positions; None for none.
-        last_norm: norm after the last layer; None for none.
-        qkv: queries, keys and values, or one matrix of them all.
-        by_group: whether that matrix has, for each head of keys, its queries, its keys and its values; otherwise all
-            queries, all keys, all values.
-        up: gate and up, one matrix of both, or up alone.
-        recurrent: prefix of the names of a recurrent mixer.
-        scalar: factor of the residual stream after a layer; None for none.
-        transposed: whether matrices are stored as [in, out] (GPT-2).
-        cross: queries, keys, values, output and norm of attention over an encoder's states; empty for none.
-        relative: T5's biases by bucket of distance; None for none. A layer without them has those of the first.
-    """
-
-    base: str = "model."
+    base: str = "model."  # prefix of all names but the head's; a checkpoint of the bare model has none
     embedding: str = "embed_tokens"
-    positions: str | None = None
+    positions: str | None = None  # table of learned positions; None for none
     embedding_norm: str | None = None
-    last_norm: str | None = "norm"
+    last_norm: str | None = "norm"  # norm after the last layer; None for none
     head: str = "lm_head"
-    layer: str = "layers.{}."
+    layer: str = "layers.{}."  # prefix of a layer's names, which are relative to it
     norm: str = "input_layernorm"
     after_mixer: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     after_mlp: str = "post_feedforward_layernorm"
+    # queries, keys and values, or one matrix of them all
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    # whether that matrix has, for each head of keys, its queries, its keys and its values; otherwise all queries, all
+    # keys, all values
     by_group: bool = False
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # gate and up, one matrix of both, or up alone
     down: str = "mlp.down_proj"
-    recurrent: str = "linear_attn."
-    scalar: str | None = None
-    transposed: bool = False
+    recurrent: str = "linear_attn."  # prefix of the names of a recurrent mixer
+    scalar: str | None = None  # factor of the residual stream after a layer; None for none
+    transposed: bool = False  # whether matrices are stored as [in, out] (GPT-2)
+    # queries, keys, values, output and norm of attention over an encoder's states; empty for none
     cross: tuple[str, ...] = ()
+    # T5's biases by bucket of distance; None for none; a layer without them has those of the first
     relative: str | None = None
 
     def qkv_of(self, layer: Layer) -> tuple[str, ...]:
@@ -88,46 +77,33 @@ def all_full(config: Config) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model type.
+    """A model type."""
 
-    Attributes:
-        names: names of the tensors.
-        aliases: this family's names of config.json's fields, by Llama's names.
-        defaults: transformers' values of missing fields, by Llama's names.
-        norms: which norms a layer has.
-        centered: whether norms are layer norms.
-        norm_offset: is added to stored norm weights.
-        weightless: whether norms have no weights.
-        parallel: whether MLP and attention read the same input.
-        gated: whether MLPs are gated.
-        paired: whether rotary pairs are elements 2i and 2i + 1 of a head; otherwise i and i + half.
-        head_norms: whether queries and keys are normed before or after rotation, or as a whole; None for no norm.
-        rotary: whether positions are rotary.
-        position_offset: row of the first position in the table of learned positions.
-        layers: kinds of layers by name, unless they are attention and an MLP.
-        kinds: returns the kind of each layer for a config.json that does not list them.
-        derives: returns fields of config.json, by Llama's names, that follow from others.
-        fields: returns values of config.json beyond Llama's: for fields of ``Architecture`` and of this class, and
-            for each layer ``rope``, the index of its rotary frequencies, and ``sizes``, ``source``, ``tied_values`` and
-            ``inner`` of ``Layer``.
-        refuses: returns the reason that a config.json is not computed here; None if it is computed.
-    """
-
-    names: TensorNames = field(default_factory=TensorNames)
+    names: TensorNames = field(default_factory=TensorNames)  # names of the tensors
+    # this family's names of config.json's fields, by Llama's names
     aliases: Mapping[str, str] = field(default_factory=dict)
+    # transformers' values of missing fields, by Llama's names
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    norms: NormPlaces = PRE
-    centered: bool = False
-    norm_offset: float = 0.0
-    weightless: bool = False
-    parallel: bool = False
-    gated: bool = True
-    paired: bool = False
+    norms: NormPlaces = PRE  # which norms a layer has
+    centered: bool = False  # whether norms are layer norms
+    norm_offset: float = 0.0  # is added to stored norm weights
+    weightless: bool = False  # whether norms have no weights
+    parallel: bool = False  # whether MLP and attention read the same input
+    gated: bool = True  # whether MLPs are gated
+    paired: bool = False  # whether rotary pairs are elements 2i and 2i + 1 of a head; otherwise i and i + half
+    # whether queries and keys are normed before or after rotation, or as a whole; None for no norm
     head_norms: HeadNorms | None = None
-    rotary: bool = True
-    position_offset: int = 0
+    rotary: bool = True  # whether positions are rotary
+    position_offset: int = 0  # row of the first position in the table of learned positions
+    # kinds of layers by name, unless they are attention and an MLP
     layers: Mapping[str, LayerKind] = field(default_factory=dict)
+    # returns the kind of each layer for a config.json that does not list them
     kinds: Callable[[Config], list[str]] = all_full
+    # returns fields of config.json, by Llama's names, that follow from others
     derives: Callable[[Config], dict[str, Any]] = no_fields
+    # returns values of config.json beyond Llama's: for fields of ``Architecture`` and of this class, and for each layer
+    # ``rope``, the index of its rotary frequencies, and ``sizes``, ``source``, ``tied_values`` and ``inner`` of
+    # ``Layer``
     fields: Callable[[Config], dict[str, Any]] = no_fields
+    # returns the reason that a config.json is not computed here; None if it is computed
     refuses: Callable[[Config], str | None] = supported

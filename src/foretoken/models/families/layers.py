@@ -41,17 +41,11 @@ class BranchFactors:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Components of a kind of layer, which ``layer_types`` names.
+    """Components of a kind of layer, which ``layer_types`` names."""
 
-    Attributes:
-        attention: whether attention is a token mixer.
-        recurrent: kind of the recurrent token mixer; None for none.
-        mlp: whether there is an MLP.
-    """
-
-    attention: bool = False
-    recurrent: RecurrentMixer | None = None
-    mlp: bool = True
+    attention: bool = False  # whether attention is a token mixer
+    recurrent: RecurrentMixer | None = None  # kind of the recurrent token mixer; None for none
+    mlp: bool = True  # whether there is an MLP
 
     @property
     def mixes(self) -> bool:
@@ -80,37 +74,23 @@ class Layer:
     x += after_mixer(mixer(norm(x))); x += after_mlp(mlp(mlp_norm(x))). In a parallel layer both read the same x. A
     gated MLP is down(activation(gate) * up), an ungated one down(activation(up)). Results of
     several mixers of the same input are added up (Falcon-H1). A layer may have no mixer or no MLP (Nemotron-H).
-
-    Attributes:
-        attention: whether attention is a token mixer.
-        recurrent: kind of the recurrent token mixer; None for none.
-        mlp: kind of the MLP; None for none.
-        norms: the norms that exist, of four.
-        parallel: whether the MLP reads the mixer's input instead of its result.
-        window: length of the attention window, the row itself included; 0 for no window. Negative for chunks of that
-            length: a row sees those of its own chunk.
-        rope: index in ``Architecture.frequencies``; -1 for no rotation.
-        ordered: whether rows see no later rows even in a part whose rows see each other (``Part.mutual``).
-        experts: the MLP if its kind is "experts".
-        sizes: sizes of its attention; None for those of the architecture.
-        source: index of the earlier layer whose keys and values its attention reads; None for its own.
-        tied_values: whether the matrix of its keys makes its values too.
-        inner: width of its dense MLP; None for that of the architecture.
     """
 
-    attention: bool = True
-    recurrent: RecurrentMixer | None = None
-    mlp: Mlp | None = "gated"
-    norms: NormPlaces = PRE
-    parallel: bool = False
+    attention: bool = True  # whether attention is a token mixer
+    recurrent: RecurrentMixer | None = None  # kind of the recurrent token mixer; None for none
+    mlp: Mlp | None = "gated"  # kind of the MLP; None for none
+    norms: NormPlaces = PRE  # the norms that exist, of four
+    parallel: bool = False  # whether the MLP reads the mixer's input instead of its result
+    # length of the attention window, the row itself included; 0 for no window; negative for chunks of that length: a
+    # row sees those of its own chunk
     window: int = 0
-    rope: int = 0
-    ordered: bool = False
-    experts: Experts | None = None
-    sizes: HeadSizes | None = None
-    source: int | None = None
-    tied_values: bool = False
-    inner: int | None = None
+    rope: int = 0  # index in ``Architecture.frequencies``; -1 for no rotation
+    ordered: bool = False  # whether rows see no later rows even in a part whose rows see each other (``Part.mutual``)
+    experts: Experts | None = None  # the MLP if its kind is "experts"
+    sizes: HeadSizes | None = None  # sizes of its attention; None for those of the architecture
+    source: int | None = None  # index of the earlier layer whose keys and values its attention reads; None for its own
+    tied_values: bool = False  # whether the matrix of its keys makes its values too
+    inner: int | None = None  # width of its dense MLP; None for that of the architecture
 
     @property
     def view(self) -> tuple[int, bool]:
@@ -124,21 +104,13 @@ class LayerInputs:
 
     The input of layer i is (norm(projection(embedding))_i + embedding_of_layers_i) / sqrt(2). After its MLP, the layer
     adds norm(up(activation(gate(x)) * input)) to the residual stream x.
-
-    Attributes:
-        width: elements of one layer's input.
-        table: name of the embeddings of all layers, [vocab, layers * width].
-        projection: name of the projection of the model's embedding, [layers * width, hidden].
-        projection_norm: name of the norm of its result for one layer.
-        gate: name of a layer's gate, [width, hidden], relative to the layer.
-        up: name of a layer's last matrix, [hidden, width].
-        norm: name of the norm of the layer's addition.
     """
 
-    width: int
-    table: str = "embed_tokens_per_layer"
+    width: int  # elements of one layer's input
+    table: str = "embed_tokens_per_layer"  # name of the embeddings of all layers, [vocab, layers * width]
+    # name of the projection of the model's embedding, [layers * width, hidden]
     projection: str = "per_layer_model_projection"
-    projection_norm: str = "per_layer_projection_norm"
-    gate: str = "per_layer_input_gate"
-    up: str = "per_layer_projection"
-    norm: str = "post_per_layer_input_norm"
+    projection_norm: str = "per_layer_projection_norm"  # name of the norm of its result for one layer
+    gate: str = "per_layer_input_gate"  # name of a layer's gate, [width, hidden], relative to the layer
+    up: str = "per_layer_projection"  # name of a layer's last matrix, [hidden, width]
+    norm: str = "post_per_layer_input_norm"  # name of the norm of the layer's addition

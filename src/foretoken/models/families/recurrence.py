@@ -30,34 +30,20 @@ class Recurrence:
     """Sizes of a model's recurrent layers, which are all equal.
 
     A row's *inputs* to a layer are its gates, then the channels that enter the convolution.
-
-    Attributes:
-        window: number of earlier rows that the convolution reads.
-        channels: channels of the convolution.
-        paired: whether each channel is a product of two inputs.
-        out: width of the mixer's output, before its last matrix.
-        gates: inputs beside the channels: two for each head of values.
-        key_heads: heads of queries and of keys; in Mamba-2 the groups of C and B.
-        value_heads: heads of values; each head of keys serves ``value_heads / key_heads`` of them in a row.
-        key_dim: width of a head of keys.
-        value_dim: width of a head of values.
-        normed: whether outputs are normed: each head's in DeltaNet, each group's in Mamba-2.
-        norm_first: whether outputs are normed before they are multiplied by their gate.
-        factors: factors of the mixer's inputs (Falcon-H1).
     """
 
-    window: int
-    channels: int
-    out: int
-    paired: bool = False
-    gates: int = 0
-    key_heads: int = 0
-    value_heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-    normed: bool = True
-    norm_first: bool = False
-    factors: MambaFactors = MambaFactors()
+    window: int  # number of earlier rows that the convolution reads
+    channels: int  # channels of the convolution
+    out: int  # width of the mixer's output, before its last matrix
+    paired: bool = False  # whether each channel is a product of two inputs
+    gates: int = 0  # inputs beside the channels: two for each head of values
+    key_heads: int = 0  # heads of queries and of keys; in Mamba-2 the groups of C and B
+    value_heads: int = 0  # heads of values; each head of keys serves ``value_heads / key_heads`` of them in a row
+    key_dim: int = 0  # width of a head of keys
+    value_dim: int = 0  # width of a head of values
+    normed: bool = True  # whether outputs are normed: each head's in DeltaNet, each group's in Mamba-2
+    norm_first: bool = False  # whether outputs are normed before they are multiplied by their gate
+    factors: MambaFactors = MambaFactors()  # factors of the mixer's inputs (Falcon-H1)
 
     @property
     def gate_factor(self) -> float:

@@ -20,15 +20,10 @@ _PARTS = ("q", "k", "v", "o")
 
 @dataclass(frozen=True, slots=True)
 class Seq2SeqArchitecture:
-    """An encoder-decoder: two stacks, which share the embedding.
+    """An encoder-decoder: two stacks, which share the embedding."""
 
-    Attributes:
-        encoder: its ``max_length`` is the maximum length of a source in tokens.
-        decoder: each layer also attends to the encoder's states.
-    """
-
-    encoder: Architecture
-    decoder: Architecture
+    encoder: Architecture  # its ``max_length`` is the maximum length of a source in tokens
+    decoder: Architecture  # each layer also attends to the encoder's states
 
     @staticmethod
     def of(config: Mapping[str, Any], max_length: int | None = None) -> "Seq2SeqArchitecture":

@@ -106,21 +106,13 @@ def _biases(reader: TensorReader, sizes: Iterable[tuple[str, int]], e: Experts) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stack:
-    """One tensor with the matrices of all experts, [experts, out, in].
+    """One tensor with the matrices of all experts, [experts, out, in]."""
 
-    Attributes:
-        reader: reads, and converts or quantizes.
-        name: name of the tensor.
-        values: floats [experts, out, in]; None if they are quantized.
-        groups: quantized rows [experts * out, in]; or None.
-        shape: (experts, out, in).
-    """
-
-    reader: TensorReader
-    name: str
-    values: Tensor | None
-    groups: Grouped | None
-    shape: tuple[int, int, int]
+    reader: TensorReader  # reads, and converts or quantizes
+    name: str  # name of the tensor
+    values: Tensor | None  # floats [experts, out, in]; None if they are quantized
+    groups: Grouped | None  # quantized rows [experts * out, in]; or None
+    shape: tuple[int, int, int]  # (experts, out, in)
 
     @staticmethod
     def of(reader: TensorReader, name: str, shape: tuple[int, int, int], inputs_first: bool = False) -> "_Stack":

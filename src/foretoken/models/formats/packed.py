@@ -28,42 +28,25 @@ _TRANSPOSED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 @dataclass(frozen=True, slots=True)
 class PackedSettings:
-    """Packing of a checkpoint's matrices.
+    """Packing of a checkpoint's matrices."""
 
-    Attributes:
-        method: "compressed-tensors", "awq", "gptq" or "mxfp4".
-        bits: bits of a code.
-        group: inputs that share a scale; -1 for all of an output's.
-        zero_shift: is added to the stored zeros (1 in GPTQ's version 1).
-        symmetric: whether no zeros are stored (compressed-tensors).
-    """
-
-    method: str
-    bits: int = 4
-    group: int = -1
-    zero_shift: int = 0
-    symmetric: bool = False
+    method: str  # "compressed-tensors", "awq", "gptq" or "mxfp4"
+    bits: int = 4  # bits of a code
+    group: int = -1  # inputs that share a scale; -1 for all of an output's
+    zero_shift: int = 0  # is added to the stored zeros (1 in GPTQ's version 1)
+    symmetric: bool = False  # whether no zeros are stored (compressed-tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """A packed matrix [out, in] that is read by outputs.
+    """A packed matrix [out, in] that is read by outputs."""
 
-    Attributes:
-        shape: (out, in).
-        layout: encoding of the codes, with a zero if every group has the same one, else with offsets.
-        group_of: the group of each input, if the groups are not consecutive; else None.
-        codes: returns the codes of outputs ``first`` to ``last``, uint8 [last - first, in].
-        scales: float32 [out, groups].
-        zeros: uint8 [out, groups]; None if the layout has the zero.
-    """
-
-    shape: tuple[int, int]
-    layout: GroupLayout
-    codes: Callable[[int, int], Tensor]
-    scales: Tensor
-    zeros: Tensor | None = None
-    group_of: Tensor | None = None
+    shape: tuple[int, int]  # (out, in)
+    layout: GroupLayout  # encoding of the codes, with a zero if every group has the same one, else with offsets
+    codes: Callable[[int, int], Tensor]  # returns the codes of outputs ``first`` to ``last``, uint8 [last - first, in]
+    scales: Tensor  # float32 [out, groups]
+    zeros: Tensor | None = None  # uint8 [out, groups]; None if the layout has the zero
+    group_of: Tensor | None = None  # the group of each input, if the groups are not consecutive; else None
 
     def grouped(self) -> Grouped | None:
         """Returns the matrix in groups; None if that would not be exact.

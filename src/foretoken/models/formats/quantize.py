@@ -30,24 +30,15 @@ _TINY = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Encoding of weights as codes.
+    """Encoding of weights as codes."""
 
-    Attributes:
-        bits: bits of a code, 4, 6 or 8.
-        group: number of consecutive inputs that share a scale; a multiple of 16.
-        zero: zero point, subtracted from every level; the difference fits into int8.
-        levels: the level of each code, 0 to 255; None if it is the code itself.
-        block: number of groups that share the outer scale (and offset) of ``TwoLevels``; 1 for one level.
-        half: whether scales and offsets, if they have one level, are exact in float16.
-    """
-
-    bits: int
-    group: int
-    zero: int = 0
-    levels: tuple[int, ...] | None = None
+    bits: int  # bits of a code, 4, 6 or 8
+    group: int  # number of consecutive inputs that share a scale; a multiple of 16
+    zero: int = 0  # zero point, subtracted from every level; the difference fits into int8
+    levels: tuple[int, ...] | None = None  # the level of each code, 0 to 255; None if it is the code itself
     offsets: bool = False
-    block: int = 1
-    half: bool = False
+    block: int = 1  # number of groups that share the outer scale (and offset) of ``TwoLevels``; 1 for one level
+    half: bool = False  # whether scales and offsets, if they have one level, are exact in float16
 
     @property
     def range(self) -> tuple[int, int]:
@@ -58,15 +49,10 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TwoLevels:
-    """Scales or offsets in two levels: a float per block of groups times an integer per group, as in K-quants.
+    """Scales or offsets in two levels: a float per block of groups times an integer per group, as in K-quants."""
 
-    Attributes:
-        wholes: float32 [outputs, blocks], exact in float16.
-        parts: int8 [outputs, groups].
-    """
-
-    wholes: Tensor
-    parts: Tensor
+    wholes: Tensor  # float32 [outputs, blocks], exact in float16
+    parts: Tensor  # int8 [outputs, groups]
 
     def __getitem__(self, outputs: slice) -> TwoLevels:
         return TwoLevels(self.wholes[outputs], self.parts[outputs])
@@ -74,17 +60,12 @@ class TwoLevels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Some outputs of a grouped matrix.
+    """Some outputs of a grouped matrix."""
 
-    Attributes:
-        codes: uint8 [outputs, in].
-        scales: float32 [outputs, groups], or in two levels; the last group may be shorter than the others.
-        offsets: likewise, or None.
-    """
-
-    codes: Tensor
+    codes: Tensor  # uint8 [outputs, in]
+    # float32 [outputs, groups], or in two levels; the last group may be shorter than the others
     scales: Tensor | TwoLevels
-    offsets: Tensor | TwoLevels | None = None
+    offsets: Tensor | TwoLevels | None = None  # likewise, or None
 
     def __getitem__(self, outputs: slice) -> Groups:
         offsets = None if self.offsets is None else self.offsets[outputs]
@@ -102,17 +83,12 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouped:
-    """A matrix [out, in] quantized in groups.
+    """A matrix [out, in] quantized in groups."""
 
-    Attributes:
-        shape: (out, in).
-        layout: encoding of the codes.
-        rows: ``rows(first, last)`` reads these outputs. Files are read in parts, so that a matrix is never held twice,
-            stored and packed.
-    """
-
-    shape: tuple[int, int]
-    layout: GroupLayout
+    shape: tuple[int, int]  # (out, in)
+    layout: GroupLayout  # encoding of the codes
+    # ``rows(first, last)`` reads these outputs; files are read in parts, so that a matrix is never held twice, stored
+    # and packed
     rows: Callable[[int, int], Groups]
 
     @staticmethod
@@ -326,15 +302,10 @@ Matrix = Tensor | Int8 | Grouped
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """A scheme that quantizes weights on loading.
+    """A scheme that quantizes weights on loading."""
 
-    Attributes:
-        bits: bits of a code, 8 or 4.
-        group: number of inputs that share a scale; None: one scale per output (``Int8``).
-    """
-
-    bits: int
-    group: int | None = None
+    bits: int  # bits of a code, 8 or 4
+    group: int | None = None  # number of inputs that share a scale; None: one scale per output (``Int8``)
 
     @staticmethod
     def of(name: str | None) -> Quantizer | None:

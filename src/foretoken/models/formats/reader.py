@@ -49,24 +49,15 @@ class TensorReader:
     """Reads and checks tensors by name.
 
     Methods raise ModelLoadError for a tensor that is missing or has the wrong shape.
-
-    Attributes:
-        weights: the checkpoint's tensors.
-        dtype: dtype to convert matrices and biases to.
-        quantize: quantizer of float matrices; None for none.
-        norm_offset: offset that is added to stored norm weights.
-        transposed: whether matrices are stored as [in, out].
-        base: prefix of the names of a decoder's tensors.
-        head: name of its vocabulary head.
     """
 
-    weights: Mapping[str, Tensor]
-    dtype: torch.dtype
-    quantize: Quantizer | None = None
-    norm_offset: float = 0.0
-    transposed: bool = False
-    base: str = ""
-    head: str = "lm_head"
+    weights: Mapping[str, Tensor]  # the checkpoint's tensors
+    dtype: torch.dtype  # dtype to convert matrices and biases to
+    quantize: Quantizer | None = None  # quantizer of float matrices; None for none
+    norm_offset: float = 0.0  # offset that is added to stored norm weights
+    transposed: bool = False  # whether matrices are stored as [in, out]
+    base: str = ""  # prefix of the names of a decoder's tensors
+    head: str = "lm_head"  # name of its vocabulary head
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         return self.parts((name,), rows, columns)[0]

@@ -122,15 +122,11 @@ class ShardIndex(Schema):
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each of which is read on access.
+    """The tensors of a checkpoint by name, each of which is read on access."""
 
-    Attributes:
-        shapes: the shape of each tensor by name, known without reading it.
-        nbytes: bytes of all tensors as they are stored, if the compiled kernels keep them so; None if they do not.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]  # the shape of each tensor by name, known without reading it
     files: Sequence[Path]
+    # bytes of all tensors as they are stored, if the compiled kernels keep them so; None if they do not
     nbytes: int | None = None
 
     @property

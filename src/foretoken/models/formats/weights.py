@@ -19,32 +19,20 @@ StackT = TypeVar("StackT")
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """One product: the matrices that the checkpoint stores, and a bias.
+    """One product: the matrices that the checkpoint stores, and a bias."""
 
-    Attributes:
-        parts: matrices with the same inputs, all of one kind, concatenated along outputs.
-        bias: biases of all outputs, in the model's dtype; None for none.
-    """
-
-    parts: tuple[Matrix, ...]
-    bias: Tensor | None = None
+    parts: tuple[Matrix, ...]  # matrices with the same inputs, all of one kind, concatenated along outputs
+    bias: Tensor | None = None  # biases of all outputs, in the model's dtype; None for none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatrixStack:
-    """Matrices of all experts, or heads, that are one product each: for instance gate and up, or down.
+    """Matrices of all experts, or heads, that are one product each: for instance gate and up, or down."""
 
-    Attributes:
-        count: number of experts.
-        read: reads the parts of one expert, each [out, in].
-        biases: biases of each part, [experts, out] in the model's dtype; empty for none.
-        quantized: whether parts are quantized when they are read, so that all have one layout.
-    """
-
-    count: int
-    read: Callable[[int], tuple[Matrix, ...]]
-    biases: tuple[Tensor, ...] = ()
-    quantized: bool = False
+    count: int  # number of experts
+    read: Callable[[int], tuple[Matrix, ...]]  # reads the parts of one expert, each [out, in]
+    biases: tuple[Tensor, ...] = ()  # biases of each part, [experts, out] in the model's dtype; empty for none
+    quantized: bool = False  # whether parts are quantized when they are read, so that all have one layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,51 +80,32 @@ class CrossAttentionWeights(Generic[LinearT]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentWeights(Generic[LinearT, StackT]):
-    """The weights of a layer of latent attention.
+    """The weights of a layer of latent attention."""
 
-    Attributes:
-        into: makes the queries or their latent, then the latent of keys and values, then the rotary key.
-        query_norm: norm of the queries' latent; None if they have none.
-        query_up: from their latent to queries; or None.
-        absorb: for each head, from a query's plain part to a vector that is multiplied by latents, [rank, plain].
-        expand: for each head, from a mix of latents to a value, [value, rank].
-        out: the last matrix.
-    """
-
-    into: LinearT
-    query_norm: NormWeight | None
-    query_up: LinearT | None
+    into: LinearT  # makes the queries or their latent, then the latent of keys and values, then the rotary key
+    query_norm: NormWeight | None  # norm of the queries' latent; None if they have none
+    query_up: LinearT | None  # from their latent to queries; or None
     latent_norm: NormWeight
-    absorb: StackT
-    expand: StackT
-    out: LinearT
+    absorb: StackT  # for each head, from a query's plain part to a vector that is multiplied by latents, [rank, plain]
+    expand: StackT  # for each head, from a mix of latents to a value, [value, rank]
+    out: LinearT  # the last matrix
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights(Generic[LinearT]):
-    """The weights of a recurrent layer.
+    """The weights of a recurrent layer."""
 
-    Attributes:
-        into: makes the channels of the convolution, then the output's gate.
-        gates: makes the gates of all heads, [2 * heads, in] of floats: beta, then the step. None without a state.
-        conv: float32 [window + 1, channels]; the row itself first, then the rows before it.
-        conv_bias: float32 [channels].
-        decay: float32 [heads]. A step s multiplies the state by exp(decay * softplus(s + step_bias)).
-        step_bias: float32 [heads].
-        norm: weight of the norm of each head's output, float32 [value_dim]; in Mamba-2 of each group's, [out].
-        out: the last matrix.
-        skip: float32 [heads]. A head's value times this is added to its output.
-    """
-
-    into: LinearT
+    into: LinearT  # makes the channels of the convolution, then the output's gate
+    # makes the gates of all heads, [2 * heads, in] of floats: beta, then the step; None without a state
     gates: LinearT | None
-    conv: Tensor
-    conv_bias: Tensor | None
-    decay: Tensor | None
-    step_bias: Tensor | None
+    conv: Tensor  # float32 [window + 1, channels]; the row itself first, then the rows before it
+    conv_bias: Tensor | None  # float32 [channels]
+    decay: Tensor | None  # float32 [heads]; a step s multiplies the state by exp(decay * softplus(s + step_bias))
+    step_bias: Tensor | None  # float32 [heads]
+    # weight of the norm of each head's output, float32 [value_dim]; in Mamba-2 of each group's, [out]
     norm: Tensor | None
-    out: LinearT
-    skip: Tensor | None = None
+    out: LinearT  # the last matrix
+    skip: Tensor | None = None  # float32 [heads]; a head's value times this is added to its output
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,29 +118,18 @@ class DenseMlpWeights(Generic[LinearT]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights(Generic[LinearT, StackT]):
-    """The weights of one layer of experts.
+    """The weights of one layer of experts."""
 
-    Attributes:
-        experts: their sizes and activation.
-        router: [experts, H], float32 or bfloat16, with a float32 bias.
-        correction: float32 [experts], added to the scores that choose experts; or None.
-        up: gate and up of each expert, or up without gate.
-        shared_up: gate and up of the shared expert; None for none.
-        shared_gate: float32 [H], or None.
-        router_norm: norm of the router's input, [H]; None if its input is that of the experts.
-        expert_scales: factors of the experts' weights, float32 [experts]; or None.
-    """
-
-    experts: Experts
-    router: LinearT
-    correction: Tensor | None
-    up: StackT
+    experts: Experts  # their sizes and activation
+    router: LinearT  # [experts, H], float32 or bfloat16, with a float32 bias
+    correction: Tensor | None  # float32 [experts], added to the scores that choose experts; or None
+    up: StackT  # gate and up of each expert, or up without gate
     down: StackT
-    shared_up: LinearT | None = None
+    shared_up: LinearT | None = None  # gate and up of the shared expert; None for none
     shared_down: LinearT | None = None
-    shared_gate: Tensor | None = None
-    router_norm: NormWeight | None = None
-    expert_scales: Tensor | None = None
+    shared_gate: Tensor | None = None  # float32 [H], or None
+    router_norm: NormWeight | None = None  # norm of the router's input, [H]; None if its input is that of the experts
+    expert_scales: Tensor | None = None  # factors of the experts' weights, float32 [experts]; or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,17 +179,11 @@ LayerWeights = DecoderLayer[LinearWeights, MatrixStack]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputEnds:
-    """Weights that produce the inputs of all layers.
+    """Weights that produce the inputs of all layers."""
 
-    Attributes:
-        table: embeddings [V, layers * width], in the model's dtype.
-        projection: projection of the model's embedding, [layers * width, H].
-        norm: norm of the projection for one layer, [width].
-    """
-
-    table: Tensor
-    projection: LinearWeights
-    norm: NormWeight
+    table: Tensor  # embeddings [V, layers * width], in the model's dtype
+    projection: LinearWeights  # projection of the model's embedding, [layers * width, H]
+    norm: NormWeight  # norm of the projection for one layer, [width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,26 +201,19 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The input side of a model whose residual stream starts from features instead of embeddings.
+    """The input side of a model whose residual stream starts from features instead of embeddings."""
 
-    Attributes:
-        joined: whether the input of the first attention is [norm(embedding), norm(features)], so that its ``qkv`` is
-            [out, 2H] (EAGLE-3, 2503.01840); otherwise embeddings are not used.
-        norm: the norm on the features.
-        norm_first: whether the residual stream starts from the normed features.
-        fusion: [H, layers * Ht], makes features from the target's states after ``fused_layers`` layers, for runners
-            that take these states in the place of features. None for none.
-        fusion_bias: [H]; None for none.
-        fused_layers: number of these layers.
-        fuses_embedding: whether ``fusion`` [H, 2H] makes the residual stream from [norm(embedding), norm(features)]
-            (MTP, 2412.19437; EAGLE-1, 2401.15077).
-    """
-
+    # whether the input of the first attention is [norm(embedding), norm(features)], so that its ``qkv`` is [out, 2H]
+    # (EAGLE-3, 2503.01840); otherwise embeddings are not used
     joined: bool = False
-    norm: NormWeight | None = None
-    norm_first: bool = False
+    norm: NormWeight | None = None  # the norm on the features
+    norm_first: bool = False  # whether the residual stream starts from the normed features
+    # [H, layers * Ht], makes features from the target's states after ``fused_layers`` layers, for runners that take
+    # these states in the place of features; None for none
     fusion: Tensor | None = None
-    fusion_bias: Tensor | None = None
-    fused_layers: int = 0
+    fusion_bias: Tensor | None = None  # [H]; None for none
+    fused_layers: int = 0  # number of these layers
+    # whether ``fusion`` [H, 2H] makes the residual stream from [norm(embedding), norm(features)] (MTP, 2412.19437;
+    # EAGLE-1, 2401.15077)
     fuses_embedding: bool = False
     fusion_norms: tuple[NormWeight, NormWeight] | None = None

@@ -49,42 +49,25 @@ class AssistantConfig(Schema):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clusters:
-    """The vocabulary in clusters. A state chooses a few, and only their tokens have separate logits.
+    """The vocabulary in clusters. A state chooses a few, and only their tokens have separate logits."""
 
-    Attributes:
-        centroids: [clusters, H].
-        tokens: the tokens of each cluster, int64 [clusters, tokens of a cluster].
-        chosen: number of clusters that a state chooses.
-    """
-
-    centroids: Tensor
-    tokens: Tensor
-    chosen: int
+    centroids: Tensor  # [clusters, H]
+    tokens: Tensor  # the tokens of each cluster, int64 [clusters, tokens of a cluster]
+    chosen: int  # number of clusters that a state chooses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssistantHead:
-    """An assistant, on the CPU.
+    """An assistant, on the CPU."""
 
-    Attributes:
-        architecture: sizes of its layers, which have no keys and values.
-        target_hidden: hidden size Ht of the target.
-        layers: the weights of its layers.
-        norm: norm of their output.
-        embedding: its vocabulary head [V, H].
-        into: matrix from the target's embedding and hidden state to the layers' input, [H, 2 Ht].
-        back: matrix from their normed output to a hidden state of the target, [Ht, H].
-        clusters: the vocabulary in clusters; None if all tokens have logits.
-    """
-
-    architecture: Architecture
-    target_hidden: int
-    layers: tuple[LayerWeights, ...]
-    norm: NormWeight | None
-    embedding: Tensor
-    into: Tensor
-    back: Tensor
-    clusters: Clusters | None
+    architecture: Architecture  # sizes of its layers, which have no keys and values
+    target_hidden: int  # hidden size Ht of the target
+    layers: tuple[LayerWeights, ...]  # the weights of its layers
+    norm: NormWeight | None  # norm of their output
+    embedding: Tensor  # its vocabulary head [V, H]
+    into: Tensor  # matrix from the target's embedding and hidden state to the layers' input, [H, 2 Ht]
+    back: Tensor  # matrix from their normed output to a hidden state of the target, [Ht, H]
+    clusters: Clusters | None  # the vocabulary in clusters; None if all tokens have logits
 
 
 def is_assistant(config: Mapping[str, Any]) -> bool:

@@ -79,27 +79,16 @@ class BlockCheckpointConfig(HeadCheckpointConfig):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BlockHead(LayeredHead):
-    """The block drafter of one checkpoint. Tensors have their names in the original layout.
+    """The block drafter of one checkpoint. Tensors have their names in the original layout."""
 
-    Attributes:
-        block: rows of a block: the newest token, then mask tokens.
-        mask_token: the token of the other rows.
-        from_newest: whether the row of the newest token predicts the first token; else it predicts none.
-        taps: tapped layers of the target, as indices of their inputs.
-        ordered: for each layer, whether rows see no later rows of their block.
-        causal: whether it is a JetSpec head, whose layers are all ordered.
-        gated: whether the Markov head's vector of the previous token is gated by the row's state.
-        confident_of: whether the confidence head reads the vector of the previous token.
-    """
-
-    block: int
-    mask_token: int
-    from_newest: bool
-    taps: tuple[int, ...]
-    ordered: tuple[bool, ...]
-    causal: bool
-    gated: bool
-    confident_of: bool
+    block: int  # rows of a block: the newest token, then mask tokens
+    mask_token: int  # the token of the other rows
+    from_newest: bool  # whether the row of the newest token predicts the first token; else it predicts none
+    taps: tuple[int, ...]  # tapped layers of the target, as indices of their inputs
+    ordered: tuple[bool, ...]  # for each layer, whether rows see no later rows of their block
+    causal: bool  # whether it is a JetSpec head, whose layers are all ordered
+    gated: bool  # whether the Markov head's vector of the previous token is gated by the row's state
+    confident_of: bool  # whether the confidence head reads the vector of the previous token
 
     @property
     def method(self) -> Method:

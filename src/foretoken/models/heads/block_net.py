@@ -32,15 +32,10 @@ from foretoken.models.runners.pass_plan import Part, PassPlan
 
 @dataclass(eq=False, slots=True)
 class BlockHandle(HeadHandle):
-    """A sequence in the cache of a block drafter; ``states`` are those of the rows that predict, [depth, H].
+    """A sequence in the cache of a block drafter; ``states`` are those of the rows that predict, [depth, H]."""
 
-    Attributes:
-        logits: of these rows, [depth, Vd], without the Markov head's bias.
-        confidence: where it is a list, the estimated acceptance of the token at each depth is appended to it as a chain
-            grows.
-    """
-
-    logits: Tensor | None = None
+    logits: Tensor | None = None  # of these rows, [depth, Vd], without the Markov head's bias
+    # where it is a list, the estimated acceptance of the token at each depth is appended to it as a chain grows
     confidence: list[float] | None = None
 
 

@@ -68,34 +68,21 @@ class EagleCheckpointConfig(HeadCheckpointConfig):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EagleHead(LayeredHead):
-    """The EAGLE head of one checkpoint. Tensors have their names in vLLM, with ``layers.0`` for ``midlayer``.
+    """The EAGLE head of one checkpoint. Tensors have their names in vLLM, with ``layers.0`` for ``midlayer``."""
 
-    Attributes:
-        version: 3, or 1 for EAGLE-1 and 2.
-        layers: number of layers.
-        taps: ids of the tapped layers in config.json; None for the default.
-        exact: whether the ids are certain to be indices of layer *inputs*.
-        norm_before_residual: as in vLLM.
-        norm_before_fc: as in vLLM.
-        fc_norm: as in vLLM.
-        norm_output: as in vLLM.
-        window: length of the attention window; None for none.
-        mask_token: placeholder of tokens that are not yet drafted, in heads that predict all positions at once
-            (P-EAGLE), which also have the tensor ``mask_hidden``; None for other heads.
-        path: folder of the checkpoint; None for a head that was made in memory.
-    """
-
-    version: int
-    layers: int
-    taps: tuple[int, ...] | None = None
-    exact: bool = True
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    window: int | None = None
+    version: int  # 3, or 1 for EAGLE-1 and 2
+    layers: int  # number of layers
+    taps: tuple[int, ...] | None = None  # ids of the tapped layers in config.json; None for the default
+    exact: bool = True  # whether the ids are certain to be indices of layer *inputs*
+    norm_before_residual: bool = False  # as in vLLM
+    norm_before_fc: bool = False  # as in vLLM
+    fc_norm: bool = False  # as in vLLM
+    norm_output: bool = False  # as in vLLM
+    window: int | None = None  # length of the attention window; None for none
+    # placeholder of tokens that are not yet drafted, in heads that predict all positions at once (P-EAGLE), which also
+    # have the tensor ``mask_hidden``; None for other heads
     mask_token: int | None = None
-    path: Path | None = None
+    path: Path | None = None  # folder of the checkpoint; None for a head that was made in memory
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:

@@ -27,21 +27,16 @@ _NEXT = -1  # stands for the next token in a lookup of the prefix cache: no cach
 
 @dataclass(eq=False, slots=True)
 class HeadHandle(Handle):
-    """A sequence in the head's cache; its ``tokens`` are the target's from the second on.
+    """A sequence in the head's cache; its ``tokens`` are the target's from the second on."""
 
-    Attributes:
-        fresh: features [n, H] of the pending tokens, as a list of tensors.
-        taps: the target's states that the features of the newest pending tokens are made from, in the same order.
-        states: the layer's outputs [1 + nodes, H] at the newest token and at the cached nodes: the features of their
-            children.
-        root: the target's first token; None if it is unknown or rows are missing, so that no row can be shared.
-        outputs: list of the layer's outputs at committed tokens, for a layer that reads them; None if no layer does.
-    """
-
-    fresh: list[Tensor] = field(default_factory=list)
+    fresh: list[Tensor] = field(default_factory=list)  # features [n, H] of the pending tokens, as a list of tensors
+    # the target's states that the features of the newest pending tokens are made from, in the same order
     taps: list[TapRows] = field(default_factory=list)
+    # the layer's outputs [1 + nodes, H] at the newest token and at the cached nodes: the features of their children
     states: Tensor | None = None
+    # the target's first token; None if it is unknown or rows are missing, so that no row can be shared
     root: int | None = None
+    # list of the layer's outputs at committed tokens, for a layer that reads them; None if no layer does
     outputs: list[Tensor] | None = None
 
     def below(self, parents: Sequence[int]) -> Tensor:
@@ -53,23 +48,14 @@ class HeadHandle(Handle):
 
 
 class DraftNet(ABC):
-    """A network that drafts for proposers on hidden states.
+    """A network that drafts for proposers on hidden states."""
 
-    Attributes:
-        max_length: maximum length of a sequence in tokens, drafts included.
-        keeps: whether rows are kept for later sequences with the same prefix.
-        batch_invariant: see ``Model``.
-        vocab_size: size of the target's vocabulary.
-        foresees: whether one pass has the logits of all levels of a draft.
-        adapts_levels: see ``Model``.
-    """
-
-    max_length: int
-    keeps: bool = False
-    batch_invariant: bool
-    vocab_size: int
-    foresees: bool = False
-    adapts_levels: bool = True
+    max_length: int  # maximum length of a sequence in tokens, drafts included
+    keeps: bool = False  # whether rows are kept for later sequences with the same prefix
+    batch_invariant: bool  # see ``Model``
+    vocab_size: int  # size of the target's vocabulary
+    foresees: bool = False  # whether one pass has the logits of all levels of a draft
+    adapts_levels: bool = True  # see ``Model``
 
     @property
     def drafts_chains(self) -> bool:

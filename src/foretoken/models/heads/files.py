@@ -51,20 +51,13 @@ class HeadCheckpointConfig(Schema):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayeredHead:
-    """A checkpoint with a head of decoder layers.
+    """A checkpoint with a head of decoder layers."""
 
-    Attributes:
-        layer: config.json of its layers, by Llama's names.
-        vocab: size of the target's vocabulary.
-        draft_vocab: size of the head's vocabulary.
-        tensors: tensors by the names that the subclass states.
-    """
-
-    layer: dict[str, Any]
+    layer: dict[str, Any]  # config.json of its layers, by Llama's names
     target_hidden: int
-    vocab: int
-    draft_vocab: int
-    tensors: dict[str, Tensor]
+    vocab: int  # size of the target's vocabulary
+    draft_vocab: int  # size of the head's vocabulary
+    tensors: dict[str, Tensor]  # tensors by the names that the subclass states
 
     @property
     def hidden(self) -> int:

@@ -252,18 +252,13 @@ class FusedLayer(HeadLayer):
 
 
 class FusedTaps(nn.Module):
-    """EAGLE-3's fusion of tapped states, and its vocabulary head.
-
-    Attributes:
-        fc_norm: Norms of the states of each tap before ``fc`` fuses them (EAGLE 3.1); empty for none.
-        normed: Whether outputs are chained after the norm, else before it.
-    """
+    """EAGLE-3's fusion of tapped states, and its vocabulary head."""
 
     fc: nn.Linear
-    fc_norm: nn.ModuleList
+    fc_norm: nn.ModuleList  # norms of the states of each tap before ``fc`` fuses them (EAGLE 3.1); empty for none
     norm: RmsNorm
     lm_head: nn.Linear
-    normed: bool
+    normed: bool  # whether outputs are chained after the norm, else before it
 
     def outputs(self, layer: nn.Module, embedded: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
         """Yields a layer's outputs by depth as ``unroll`` does, from the concatenated states of all taps."""

@@ -37,19 +37,13 @@ _OTHER_TARGET = "heads only fit the model that they were trained on"
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead(Generic[NetT]):
-    """A head that is ready to draft.
+    """A head that is ready to draft."""
 
-    Attributes:
-        net: the network.
-        taps: indices of the inputs of the tapped layers of the target.
-        convention: the measured meaning of an EAGLE head's ids in config.json; None if config.json states it.
-        states: the hidden states that MTP layers read; None for other heads.
-    """
-
-    net: NetT
-    taps: tuple[int, ...]
+    net: NetT  # the network
+    taps: tuple[int, ...]  # indices of the inputs of the tapped layers of the target
+    # the measured meaning of an EAGLE head's ids in config.json; None if config.json states it
     convention: TapConvention | None = None
-    states: MtpStates | None = None
+    states: MtpStates | None = None  # the hidden states that MTP layers read; None for other heads
 
 
 def load_eagle(

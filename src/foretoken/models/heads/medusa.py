@@ -35,23 +35,16 @@ class MedusaCheckpointConfig(Schema):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MedusaHeads:
-    """The heads of one checkpoint.
+    """The heads of one checkpoint."""
 
-    Attributes:
-        hidden: hidden size of the target.
-        vocab: size of the target's vocabulary.
-        blocks: W [H, H] and b [H] or None, by head and layer.
-        vocabulary: vocabulary heads [V', H]: one for each head, a single shared one, or none for the target's.
-        tokens: token ids of the rows of the vocabulary heads, int64 [V']; None for the whole vocabulary in order.
-        base: the target, if the checkpoint names it.
-    """
-
-    hidden: int
-    vocab: int
-    blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
+    hidden: int  # hidden size of the target
+    vocab: int  # size of the target's vocabulary
+    blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]  # W [H, H] and b [H] or None, by head and layer
+    # vocabulary heads [V', H]: one for each head, a single shared one, or none for the target's
     vocabulary: tuple[Tensor, ...] = ()
+    # token ids of the rows of the vocabulary heads, int64 [V']; None for the whole vocabulary in order
     tokens: Tensor | None = None
-    base: str | None = None
+    base: str | None = None  # the target, if the checkpoint names it
 
     @property
     def depth(self) -> int:

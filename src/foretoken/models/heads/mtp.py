@@ -30,23 +30,15 @@ HIDDEN_KEY = "foretoken_mtp"  # our key in config.json: the hidden states that t
 
 @dataclass(frozen=True, slots=True)
 class MtpLayout:
-    """Names of a family's tensors, without ``.weight``; {} stands for the number of an MTP layer.
+    """Names of a family's tensors, without ``.weight``; {} stands for the number of an MTP layer."""
 
-    Attributes:
-        layer: prefix of the decoder layer's names.
-        projection: the matrix of both, [H, 2H].
-        norm: norm before the vocabulary head, which may be the target's.
-        hidden_first: whether the projection's input has the hidden state first.
-        appended: whether the layers are numbered after the target's, under the same prefix.
-    """
-
-    layer: str
+    layer: str  # prefix of the decoder layer's names
     embedding_norm: str
     hidden_norm: str
-    projection: str
-    norm: str
-    hidden_first: bool = False
-    appended: bool = False
+    projection: str  # the matrix of both, [H, 2H]
+    norm: str  # norm before the vocabulary head, which may be the target's
+    hidden_first: bool = False  # whether the projection's input has the hidden state first
+    appended: bool = False  # whether the layers are numbered after the target's, under the same prefix
 
 
 def _within(layer: str, embedding: str, hidden: str, projection: str, norm: str, **order: bool) -> MtpLayout:
@@ -77,23 +69,14 @@ LAYOUTS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpLayer:
-    """One MTP layer.
+    """One MTP layer."""
 
-    Attributes:
-        architecture: a decoder of this layer alone.
-        weights: the decoder layer.
-        embedding_norm: weight of the norm of embeddings, float32 [H].
-        hidden_norm: weight of the norm of hidden states, float32 [H].
-        projection: the matrix of [embedding, hidden state], [H, 2H].
-        norm: norm before the vocabulary head.
-    """
-
-    architecture: Architecture
-    weights: LayerWeights
-    embedding_norm: Tensor
-    hidden_norm: Tensor
-    projection: Tensor
-    norm: NormWeight
+    architecture: Architecture  # a decoder of this layer alone
+    weights: LayerWeights  # the decoder layer
+    embedding_norm: Tensor  # weight of the norm of embeddings, float32 [H]
+    hidden_norm: Tensor  # weight of the norm of hidden states, float32 [H]
+    projection: Tensor  # the matrix of [embedding, hidden state], [H, 2H]
+    norm: NormWeight  # norm before the vocabulary head
 
 
 def has_mtp(path: Path) -> bool:

@@ -27,17 +27,11 @@ PROMPTS = ("def main():\n", "The first thing to know about", "import os\n\nclass
 
 @dataclass(frozen=True, slots=True)
 class TapConvention:
-    """The measured meaning of layer ids.
+    """The measured meaning of layer ids."""
 
-    Attributes:
-        ids: the ids in config.json.
-        inputs: accuracy of the head's top token if the ids are layer inputs.
-        outputs: accuracy of the head's top token if the ids are layer outputs.
-    """
-
-    ids: tuple[int, ...]
-    inputs: float
-    outputs: float
+    ids: tuple[int, ...]  # the ids in config.json
+    inputs: float  # accuracy of the head's top token if the ids are layer inputs
+    outputs: float  # accuracy of the head's top token if the ids are layer outputs
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -122,23 +116,14 @@ def accuracy(
 
 @dataclass(frozen=True, slots=True)
 class MtpStates:
-    """The measured meaning of hidden states. Accuracies are fractions of correct top tokens; None if not measured.
+    """The measured meaning of hidden states. Accuracies are fractions of correct top tokens; None if not measured."""
 
-    Attributes:
-        normed: whether the layer reads the target's state after the final norm.
-        chained_normed: whether it reads its own output after its last norm.
-        after: accuracy with the target's state after the final norm.
-        before: accuracy with the state before it.
-        chained_after: accuracy of the second token with the layer's output after its last norm.
-        chained_before: accuracy of the second token with the output before it.
-    """
-
-    normed: bool = True
-    chained_normed: bool = True
-    after: float | None = None
-    before: float | None = None
-    chained_after: float | None = None
-    chained_before: float | None = None
+    normed: bool = True  # whether the layer reads the target's state after the final norm
+    chained_normed: bool = True  # whether it reads its own output after its last norm
+    after: float | None = None  # accuracy with the target's state after the final norm
+    before: float | None = None  # accuracy with the state before it
+    chained_after: float | None = None  # accuracy of the second token with the layer's output after its last norm
+    chained_before: float | None = None  # accuracy of the second token with the output before it
 
     def __str__(self) -> str:
         target = f"the target's hidden states are read {_place(self.normed)} the final norm"

@@ -25,36 +25,21 @@ class Geometry:
     """The layout of one pass as tensors on the device.
 
     Rows R are ragged; attention takes them padded to [S, width], one sequence for each slot from ``low`` to ``high``.
-
-    Attributes:
-        tokens: the token of each row [R].
-        positions: the position of each row [R].
-        rows: the cache row of each row [R].
-        slots: the slot of each row [R].
-        places: the index of each row in [S * width], [R]; None without padding.
-        low: the lowest slot of the pass.
-        high: the highest slot, plus one.
-        width: rows per sequence, padding included.
-        keys: number of cache rows that are read.
-        single: slot, first row and row count of the only sequence; None for several.
-        masks: by view (``Layer.view``), 0 or -inf, float32 [S, 1, width, 1, keys].
-        cache: the KV cache.
-        by_layer: masks of each layer in place of ``masks``; empty if none differ.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    rows: Tensor
-    slots: Tensor
-    places: Tensor | None
-    low: int
-    high: int
-    width: int
-    keys: int
-    single: tuple[int, int, int] | None
-    masks: dict[tuple[int, bool], Tensor]
-    cache: KVCache
-    by_layer: tuple[Tensor, ...] = ()
+    tokens: Tensor  # the token of each row [R]
+    positions: Tensor  # the position of each row [R]
+    rows: Tensor  # the cache row of each row [R]
+    slots: Tensor  # the slot of each row [R]
+    places: Tensor | None  # the index of each row in [S * width], [R]; None without padding
+    low: int  # the lowest slot of the pass
+    high: int  # the highest slot, plus one
+    width: int  # rows per sequence, padding included
+    keys: int  # number of cache rows that are read
+    single: tuple[int, int, int] | None  # slot, first row and row count of the only sequence; None for several
+    masks: dict[tuple[int, bool], Tensor]  # by view (``Layer.view``), 0 or -inf, float32 [S, 1, width, 1, keys]
+    cache: KVCache  # the KV cache
+    by_layer: tuple[Tensor, ...] = ()  # masks of each layer in place of ``masks``; empty if none differ
 
     @property
     def counts(self) -> None:

@@ -32,19 +32,14 @@ def injecting(architecture: Architecture) -> Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The result of a forward pass.
+    """The result of a forward pass."""
 
-    Attributes:
-        rows: logits, float32 [outputs, V]; None if they were not requested.
-        taps: hidden states [rows, H] of all rows by layer. Index i is the input of layer i, the number of layers stands
-            for the normed output, and one more for the output before the norm.
-        argmax: the argmax of each output's logits, if the plan allows it to replace them.
-        ranked: [outputs, ranks], the likeliest tokens of each output, if the plan requests them.
-    """
-
-    rows: Tensor | LogitRows | DeviceRows | None
+    rows: Tensor | LogitRows | DeviceRows | None  # logits, float32 [outputs, V]; None if they were not requested
+    # hidden states [rows, H] of all rows by layer; index i is the input of layer i, the number of layers stands for the
+    # normed output, and one more for the output before the norm
     taps: Mapping[int, Tensor] = field(default_factory=dict)
-    argmax: Sequence[int] | None = None
+    argmax: Sequence[int] | None = None  # the argmax of each output's logits, if the plan allows it to replace them
+    # [outputs, ranks], the likeliest tokens of each output, if the plan requests them
     ranked: NDArray[np.int64] | None = None
 
     @property
@@ -54,44 +49,28 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class DeeperLayer:
-    """A layer that drafts one level on the states of the layer before it (2412.19437, section 2.2).
+    """A layer that drafts one level on the states of the layer before it (2412.19437, section 2.2)."""
 
-    Attributes:
-        runner: computes the layer.
-        parts: its new rows of each sequence, which has one row fewer than in the layer before.
-        carried: float32 [sequences, H], the state of the layer before at the row before the new ones, 0 for none.
-            Replaced by the state at its last row, if it computes any.
-    """
-
-    runner: "Runner"
-    parts: Sequence[Part]
+    runner: "Runner"  # computes the layer
+    parts: Sequence[Part]  # its new rows of each sequence, which has one row fewer than in the layer before
+    # float32 [sequences, H], the state of the layer before at the row before the new ones, 0 for none; replaced by the
+    # state at its last row, if it computes any
     carried: Tensor
 
 
 class Runner(ABC):
-    """Slots of cache rows, and forward passes over them.
+    """Slots of cache rows, and forward passes over them."""
 
-    Attributes:
-        batch_invariant: see ``Model``.
-        chunk_invariant: see ``Model``.
-        joint_rows: a sequence with more pending rows than this is prefilled by itself.
-        pass_rows: approximate maximum of rows of a pass that several sequences share.
-        computes_chains: whether ``chains`` may be called.
-        adapts_levels: see ``Model``; if not, ``chains`` takes no ``deeper`` layers either.
-        takes_unread: whether plans may have drafts that are still on the device.
-        fuses: whether passes compute ``weights.Entry.fusion``, and take a target's states in the place of features.
-        not_compiled: the reason that the compiled kernels do not compute the model.
-    """
-
-    batch_invariant: bool
-    chunk_invariant: bool
-    joint_rows: int
-    pass_rows: int
-    computes_chains: bool = False
-    adapts_levels: bool = True
-    takes_unread: bool = False
+    batch_invariant: bool  # see ``Model``
+    chunk_invariant: bool  # see ``Model``
+    joint_rows: int  # a sequence with more pending rows than this is prefilled by itself
+    pass_rows: int  # approximate maximum of rows of a pass that several sequences share
+    computes_chains: bool = False  # whether ``chains`` may be called
+    adapts_levels: bool = True  # see ``Model``; if not, ``chains`` takes no ``deeper`` layers either
+    takes_unread: bool = False  # whether plans may have drafts that are still on the device
+    # whether passes compute ``weights.Entry.fusion``, and take a target's states in the place of features
     fuses: bool = False
-    not_compiled: str = "the kernels run on CPUs"
+    not_compiled: str = "the kernels run on CPUs"  # the reason that the compiled kernels do not compute the model
     _pages: SlotCache  # the KV cache
 
     @property

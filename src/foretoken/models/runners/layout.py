@@ -12,21 +12,13 @@ from foretoken.models.runners.triton_kernels.steps import Steps
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """The sizes and factors of one layer's attention.
+    """The sizes and factors of one layer's attention."""
 
-    Attributes:
-        heads: number of query heads.
-        kv_heads: number of heads of keys and values.
-        head_dim: width of a head.
-        scale: factor of the scores.
-        attention_softcap: cap of the scores; 0 for none.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    attention_softcap: float
+    heads: int  # number of query heads
+    kv_heads: int  # number of heads of keys and values
+    head_dim: int  # width of a head
+    scale: float  # factor of the scores
+    attention_softcap: float  # cap of the scores; 0 for none
 
     @staticmethod
     def of(a: Architecture, layer: Layer) -> "AttentionSizes":

@@ -193,33 +193,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """The rows of all sequences, one sequence after another.
+    """The rows of all sequences, one sequence after another."""
 
-    Attributes:
-        tokens: the token of each row.
-        positions: the position of each row; a draft node's follows from its depth.
-        parts: the rows of each sequence.
-        outputs: the rows whose logits are needed, ascending.
-        output_counts: number of outputs of each sequence.
-        reach: the highest cache row in use, plus one.
-        features: [rows, H], for a model whose inputs are features; see ``weights.Entry``.
-        states: the target's states that the runner makes the features from, in the place of ``features``.
-        replay: the steps of recurrent layers, which the CUDA runner adds; None without them.
-        argmax_only: whether a runner may return the argmax of each output instead of its logits.
-        ranks: number of the likeliest tokens of each output that it may return with the argmax; 0 for none.
-    """
-
-    tokens: list[int]
-    positions: list[int]
-    parts: list[Part]
-    outputs: list[int]
-    output_counts: list[int]
-    reach: int
-    features: Tensor | None = None
+    tokens: list[int]  # the token of each row
+    positions: list[int]  # the position of each row; a draft node's follows from its depth
+    parts: list[Part]  # the rows of each sequence
+    outputs: list[int]  # the rows whose logits are needed, ascending
+    output_counts: list[int]  # number of outputs of each sequence
+    reach: int  # the highest cache row in use, plus one
+    features: Tensor | None = None  # [rows, H], for a model whose inputs are features; see ``weights.Entry``
+    # the target's states that the runner makes the features from, in the place of ``features``
     states: TapRows | None = None
-    replay: ReplayPlan | None = None
-    argmax_only: bool = False
-    ranks: int = 0
+    replay: ReplayPlan | None = None  # the steps of recurrent layers, which the CUDA runner adds; None without them
+    argmax_only: bool = False  # whether a runner may return the argmax of each output instead of its logits
+    ranks: int = 0  # number of the likeliest tokens of each output that it may return with the argmax; 0 for none
 
     @property
     def output_rows(self) -> slice | Tensor:

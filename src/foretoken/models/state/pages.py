@@ -26,38 +26,23 @@ Key = tuple[Hashable, tuple[int, ...]]
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """One page.
+    """One page."""
 
-    Attributes:
-        address: its memory.
-        serial: unique number of its content.
-        users: number of slots that hold it.
-        key: its content; None while the page may still be written.
-    """
-
-    address: int
-    serial: int
-    users: int = 1
-    key: Key | None = None
+    address: int  # its memory
+    serial: int  # unique number of its content
+    users: int = 1  # number of slots that hold it
+    key: Key | None = None  # its content; None while the page may still be written
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """The pages of one sequence.
+    """The pages of one sequence."""
 
-    Attributes:
-        pages: in the order of the sequence.
-        addresses: their memory, as the kernels read it.
-        known: number of leading pages that sequences with the same ``scope`` may share.
-        scope: see ``Pages.acquire``.
-        discarded: number of leading pages that no longer hold all layers.
-    """
-
-    pages: list[Page] = field(default_factory=list)
-    addresses: array[int] = field(default_factory=lambda: array("Q"))
-    known: int = 0
-    scope: Hashable = None
-    discarded: int = 0
+    pages: list[Page] = field(default_factory=list)  # in the order of the sequence
+    addresses: array[int] = field(default_factory=lambda: array("Q"))  # their memory, as the kernels read it
+    known: int = 0  # number of leading pages that sequences with the same ``scope`` may share
+    scope: Hashable = None  # see ``Pages.acquire``
+    discarded: int = 0  # number of leading pages that no longer hold all layers
 
 
 class SlotCache(ABC):

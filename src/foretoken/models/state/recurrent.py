@@ -26,19 +26,12 @@ class StateMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Sizes of a sequence's recurrent state.
+    """Sizes of a sequence's recurrent state."""
 
-    Attributes:
-        layers: number of recurrent layers.
-        state: elements of one layer's state, float32.
-        inputs: elements of one row that are kept for one layer, float32.
-        window: number of earlier rows whose inputs a row needs, for a convolution.
-    """
-
-    layers: int
-    state: int
-    inputs: int
-    window: int
+    layers: int  # number of recurrent layers
+    state: int  # elements of one layer's state, float32
+    inputs: int  # elements of one row that are kept for one layer, float32
+    window: int  # number of earlier rows whose inputs a row needs, for a convolution
 
     @staticmethod
     def of(recurrence: Recurrence, layers: int) -> "StateShape":
@@ -57,26 +50,17 @@ class StateShape:
 
 @dataclass(eq=False, slots=True)
 class RecurrentSlot:
-    """The state of one sequence; rows of the log are those of ``replay.ReplaySpan``.
+    """The state of one sequence; rows of the log are those of ``replay.ReplaySpan``."""
 
-    Attributes:
-        state: address of the states of all layers; 0 before the first pass.
-        log: address of the log, [layers, capacity, inputs].
-        capacity: rows of the log of one layer.
-        position: number of rows that the state holds; -1 while a pass changes it, and after one that failed.
-        held: rows in the log of the cache rows from ``position`` on.
-        window: rows in the log of the cache rows before ``position``.
-        snapshots: addresses of snapshots that belong to no page yet, by the number of rows.
-        follower: number of rows of the snapshot that follows the sequence, and whether a prefill pass wrote it.
-    """
-
-    state: int = 0
-    log: int = 0
-    capacity: int = 0
-    position: int = 0
-    held: list[int] = field(default_factory=list)
-    window: list[int] = field(default_factory=list)
+    state: int = 0  # address of the states of all layers; 0 before the first pass
+    log: int = 0  # address of the log, [layers, capacity, inputs]
+    capacity: int = 0  # rows of the log of one layer
+    position: int = 0  # number of rows that the state holds; -1 while a pass changes it, and after one that failed
+    held: list[int] = field(default_factory=list)  # rows in the log of the cache rows from ``position`` on
+    window: list[int] = field(default_factory=list)  # rows in the log of the cache rows before ``position``
+    # addresses of snapshots that belong to no page yet, by the number of rows
     snapshots: dict[int, int] = field(default_factory=dict)
+    # number of rows of the snapshot that follows the sequence, and whether a prefill pass wrote it
     follower: tuple[int, bool] | None = None
 
 

@@ -51,38 +51,26 @@ class ReplayPlan:
     """The steps of one pass, sequence after sequence, as the kernels read them.
 
     Rows are encoded: a row of the pass as its index, and row r of the sequence's log as ``~r``.
-
-    Attributes:
-        first_step: [sequences + 1]. The first step of each sequence.
-        sources: [steps]. The state that a step reads: ``OWN``, ``ZEROS``, or a copy.
-        targets: [steps]. The state that it writes: ``OWN``, ``NOWHERE``, or a copy.
-        saves: [steps]. The snapshot that it also writes; -1 for none.
-        inputs: [steps, 1 + window]. The row of a step, then the rows before it, the nearest first.
-        copies: number of states beside the sequences' states.
-        states: [sequences]. Address of each sequence's state.
-        logs: [sequences]. Address of each sequence's log.
-        log_rows: [sequences]. Rows of the log of one layer.
-        snapshots: [snapshots]. Address of each snapshot's state.
-        moved: encoded rows whose inputs are copied.
-        moved_of: the sequence of each.
-        moved_to: the address in the first layer to which each is copied.
-        moved_stride: rows between this address in one layer and in the next.
     """
 
+    # [sequences + 1]; the first step of each sequence
     first_step: array[int] = field(default_factory=lambda: array("i", [0]))
+    # [steps]; the state that a step reads: ``OWN``, ``ZEROS``, or a copy
     sources: array[int] = field(default_factory=_ints)
+    # [steps]; the state that it writes: ``OWN``, ``NOWHERE``, or a copy
     targets: array[int] = field(default_factory=_ints)
-    saves: array[int] = field(default_factory=_ints)
+    saves: array[int] = field(default_factory=_ints)  # [steps]; the snapshot that it also writes; -1 for none
+    # [steps, 1 + window]; the row of a step, then the rows before it, the nearest first
     inputs: array[int] = field(default_factory=_ints)
-    copies: int = 0
-    states: array[int] = field(default_factory=_words)
-    logs: array[int] = field(default_factory=_words)
-    log_rows: array[int] = field(default_factory=_ints)
-    snapshots: array[int] = field(default_factory=_words)
-    moved: array[int] = field(default_factory=_ints)
-    moved_of: array[int] = field(default_factory=_ints)
-    moved_to: array[int] = field(default_factory=_words)
-    moved_stride: array[int] = field(default_factory=_ints)
+    copies: int = 0  # number of states beside the sequences' states
+    states: array[int] = field(default_factory=_words)  # [sequences]; address of each sequence's state
+    logs: array[int] = field(default_factory=_words)  # [sequences]; address of each sequence's log
+    log_rows: array[int] = field(default_factory=_ints)  # [sequences]; rows of the log of one layer
+    snapshots: array[int] = field(default_factory=_words)  # [snapshots]; address of each snapshot's state
+    moved: array[int] = field(default_factory=_ints)  # encoded rows whose inputs are copied
+    moved_of: array[int] = field(default_factory=_ints)  # the sequence of each
+    moved_to: array[int] = field(default_factory=_words)  # the address in the first layer to which each is copied
+    moved_stride: array[int] = field(default_factory=_ints)  # rows between this address in one layer and in the next
 
     def step(self, source: int, target: int, save: int, inputs: Sequence[int]) -> None:
         self.sources.append(source)
@@ -101,27 +89,17 @@ class ReplayPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySpan:
-    """One sequence's rows in a pass, and its state and log before it.
+    """One sequence's rows in a pass, and its state and log before it."""
 
-    Attributes:
-        position: number of rows that the state holds.
-        held: rows in the log of the cache rows from ``position`` on.
-        window: rows in the log of the cache rows before ``position``, the nearest first; -1 before the first row.
-        base: the sequence's first row of the pass.
-        first: the cache row of that row.
-        count: number of rows in the pass.
-        root: the cache row of the newest committed token; draft node i follows in row ``root + 1 + i``.
-        draft: the draft whose nodes are the last rows.
-    """
-
-    position: int
-    held: Sequence[int]
+    position: int  # number of rows that the state holds
+    held: Sequence[int]  # rows in the log of the cache rows from ``position`` on
+    # rows in the log of the cache rows before ``position``, the nearest first; -1 before the first row
     window: Sequence[int]
-    base: int
-    first: int
-    count: int
-    root: int
-    draft: Draft
+    base: int  # the sequence's first row of the pass
+    first: int  # the cache row of that row
+    count: int  # number of rows in the pass
+    root: int  # the cache row of the newest committed token; draft node i follows in row ``root + 1 + i``
+    draft: Draft  # the draft whose nodes are the last rows
 
     def encoded(self, row: int) -> int:
         """Returns the code of a cache row from ``position`` on."""

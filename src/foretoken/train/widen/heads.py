@@ -40,21 +40,13 @@ from foretoken.train.widen.units import rotation
 
 @dataclass(frozen=True)
 class Widening:
-    """The widening of a target.
+    """The widening of a target."""
 
-    Args:
-        q: Q, [h, h'].
-        norm: Weight of the source's last norm, [h].
-        embedding: The source's embeddings, [V, h].
-        vocabulary: The source's vocabulary head, [V, h].
-        layers: Positions of the source's layers among the wide ones.
-    """
-
-    q: Tensor
-    norm: Tensor
-    embedding: Tensor
-    vocabulary: Tensor
-    layers: tuple[int, ...]
+    q: Tensor  # Q, [h, h']
+    norm: Tensor  # weight of the source's last norm, [h]
+    embedding: Tensor  # the source's embeddings, [V, h]
+    vocabulary: Tensor  # the source's vocabulary head, [V, h]
+    layers: tuple[int, ...]  # positions of the source's layers among the wide ones
     wide_layers: int
 
     @property

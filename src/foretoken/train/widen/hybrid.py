@@ -49,21 +49,13 @@ _MAX_RMS = 100.0  # of a row of the narrow stream; up to it, other groups lose b
 
 @dataclass(frozen=True)
 class MarkedStream:
-    """The wide residual stream.
+    """The wide residual stream."""
 
-    Attributes:
-        owner: The narrow dimension of each wide one, int64 [h' - added].
-        values: Its factor, float64 [h' - added].
-        narrow: h.
-        groups: Groups of experts. Several groups add one dimension each.
-        eps: Of the norms.
-    """
-
-    owner: Tensor
-    values: Tensor
-    narrow: int
-    groups: int
-    eps: float
+    owner: Tensor  # the narrow dimension of each wide one, int64 [h' - added]
+    values: Tensor  # its factor, float64 [h' - added]
+    narrow: int  # h
+    groups: int  # groups of experts; several groups add one dimension each
+    eps: float  # of the norms
 
     @staticmethod
     def random(narrow: int, wide: int, groups: int, eps: float, generator: torch.Generator) -> "MarkedStream":
@@ -238,18 +230,12 @@ def _check(config: dict[str, Any], shape: HybridShape) -> None:
 
 @dataclass(frozen=True)
 class HybridWidener(UnitWidener):
-    """Widens the layers of a hybrid.
-
-    Args:
-        config: The source's config.json.
-        shape: The wide size.
-        dtype: Of the experts, which are made one by one.
-    """
+    """Widens the layers of a hybrid."""
 
     stream: MarkedStream
-    config: dict[str, Any]
-    shape: HybridShape
-    dtype: torch.dtype
+    config: dict[str, Any]  # the source's config.json
+    shape: HybridShape  # the wide size
+    dtype: torch.dtype  # of the experts, which are made one by one
 
     def tensors(self, mtp: bool) -> Tensors:
         """Yields all tensors. mtp: whether the source has an MTP layer."""

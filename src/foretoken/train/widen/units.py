@@ -40,15 +40,10 @@ def layer_positions(layers: int, wide_layers: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Copies:
-    """Sources and output factors of the wide units.
+    """Sources and output factors of the wide units."""
 
-    Args:
-        sources: ``sources[i] >= 0`` is a real unit, ``-1 - j`` is the j-th filler unit.
-        factors: Factors of the units' output columns.
-    """
-
-    sources: tuple[int, ...]
-    factors: tuple[float, ...] = ()
+    sources: tuple[int, ...]  # ``sources[i] >= 0`` is a real unit, ``-1 - j`` is the j-th filler unit
+    factors: tuple[float, ...] = ()  # factors of the units' output columns
 
     @property
     def fillers(self) -> int:
@@ -111,19 +106,13 @@ def key_heads(heads: int, wide_heads: int) -> Copies:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """A checkpoint to be written.
-
-    Args:
-        config: Content of config.json.
-        layers: Positions of the source's layers among its own.
-        tensors: Names and tensors, one after another.
-    """
+    """A checkpoint to be written."""
 
     parameters: int
     dtype: torch.dtype
-    config: dict[str, Any]
-    layers: list[int] | dict[str, list[int]]
-    tensors: Tensors
+    config: dict[str, Any]  # content of config.json
+    layers: list[int] | dict[str, list[int]]  # positions of the source's layers among its own
+    tensors: Tensors  # names and tensors, one after another
 
 
 class WideStream(Protocol):
@@ -164,17 +153,12 @@ class RotatedStream:
 
 @dataclass(frozen=True)
 class UnitWidener:
-    """Widens the matrices of layers. A layer of fillers has no source, and its matrices no weights: None.
-
-    Args:
-        generator: Source of filler units.
-        write_scale: Standard deviation of the filler units' output columns.
-    """
+    """Widens the matrices of layers. A layer of fillers has no source, and its matrices no weights: None."""
 
     reader: TensorReader
     stream: WideStream
-    generator: torch.Generator
-    write_scale: float
+    generator: torch.Generator  # source of filler units
+    write_scale: float  # standard deviation of the filler units' output columns
 
     def get(self, source: str | None, name: str) -> Tensor | None:
         """Returns a tensor of the layer with the prefix ``source``."""

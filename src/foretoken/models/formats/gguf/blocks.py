@@ -29,40 +29,25 @@ FLOATS = {_K.F32: torch.float32, _K.F16: torch.float16, _K.BF16: torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockNumbers:
-    """The contents of blocks of one type.
+    """The contents of blocks of one type."""
 
-    Attributes:
-        codes: uint8 [blocks, weights].
-        scale: float32 [blocks], exact in float16; a power of two in MXFP4.
-        offset: likewise, for types that have one; it is added (Q4_1) or, in K-quants, subtracted.
-        parts: integer scale of each group in K-quants, [blocks, groups].
-        mins: integers that are multiplied by ``offset`` in K-quants, [blocks, groups].
-    """
-
-    codes: Bytes
-    scale: Floats
-    offset: Floats | None = None
-    parts: NDArray[np.int8] | None = None
-    mins: NDArray[np.int8] | None = None
+    codes: Bytes  # uint8 [blocks, weights]
+    scale: Floats  # float32 [blocks], exact in float16; a power of two in MXFP4
+    offset: Floats | None = None  # likewise, for types that have one; it is added (Q4_1) or, in K-quants, subtracted
+    parts: NDArray[np.int8] | None = None  # integer scale of each group in K-quants, [blocks, groups]
+    mins: NDArray[np.int8] | None = None  # integers that are multiplied by ``offset`` in K-quants, [blocks, groups]
 
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """Some bytes of a block.
+    """Some bytes of a block."""
 
-    Attributes:
-        numbers: what they hold. "levels" are ``parts``, then ``mins`` if there are any.
-        size: their number.
-        bits: bits of a code or level in them.
-        run: bytes of a run; the lowest bits of a run's bytes come first.
-        shift: position of these bits in the code or level.
-    """
-
+    # what they hold; "levels" are ``parts``, then ``mins`` if there are any
     numbers: Literal["codes", "levels", "levels of six bits", "scale", "offset", "exponent"]
-    size: int = 2
-    bits: int = 8
-    run: int = 1
-    shift: int = 0
+    size: int = 2  # their number
+    bits: int = 8  # bits of a code or level in them
+    run: int = 1  # bytes of a run; the lowest bits of a run's bytes come first
+    shift: int = 0  # position of these bits in the code or level
 
 
 @dataclass(frozen=True, slots=True)

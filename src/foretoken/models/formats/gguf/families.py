@@ -45,21 +45,15 @@ _NEEDS_OTHER = {  # keys that change the computation: a file with one is refused
 
 @dataclass(frozen=True, slots=True)
 class GGUFFamily:
-    """An architecture of GGUF that the runtime computes.
+    """An architecture of GGUF that the runtime computes."""
 
-    Attributes:
-        model_type: its name in config.json.
-        reads: functions for the fields of config.json that only some architectures have; later ones go first.
-        interleaved: whether the rows of queries and keys are stored in pairs (x[i], x[i + head_dim / 2]).
-        tiled: whether heads of values of recurrent layers are stored in another order (``weights.py``).
-        renamed: names of a layer's tensors in the checkpoint that do not follow from the family
-            (``tensor_names.py``), by their names in the file.
-    """
-
-    model_type: str
+    model_type: str  # its name in config.json
+    # functions for the fields of config.json that only some architectures have; later ones go first
     reads: tuple[Fields, ...] = ()
-    interleaved: bool = False
-    tiled: bool = False
+    interleaved: bool = False  # whether the rows of queries and keys are stored in pairs (x[i], x[i + head_dim / 2])
+    tiled: bool = False  # whether heads of values of recurrent layers are stored in another order (``weights.py``)
+    # names of a layer's tensors in the checkpoint that do not follow from the family (``tensor_names.py``), by their
+    # names in the file
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 

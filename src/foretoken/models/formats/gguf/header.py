@@ -32,22 +32,14 @@ _T = GGUFValueType
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Position of a tensor in the file.
-
-    Attributes:
-        kind: its storage type.
-        shape: rows first, as torch counts dimensions.
-        start: offset in the file.
-        nbytes: length in bytes.
-        path: the file, one of several if the model is split.
-    """
+    """Position of a tensor in the file."""
 
     name: str
-    kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
-    path: Path
+    kind: GGMLQuantizationType  # its storage type
+    shape: tuple[int, ...]  # rows first, as torch counts dimensions
+    start: int  # offset in the file
+    nbytes: int  # length in bytes
+    path: Path  # the file, one of several if the model is split
 
     def rows(self, name: str, first: int, last: int) -> "StoredTensor":
         """Returns rows, or elements of a vector, as a tensor of this name."""
@@ -58,17 +50,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
-    """The metadata and the table of tensors of a GGUF file.
+    """The metadata and the table of tensors of a GGUF file."""
 
-    Attributes:
-        path: the file; the first one of a split model.
-        metadata: values by key; arrays as ``StoredArray``.
-        tensors: tensors by name, those of all files.
-    """
-
-    path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, StoredTensor]
+    path: Path  # the file; the first one of a split model
+    metadata: dict[str, Any]  # values by key; arrays as ``StoredArray``
+    tensors: dict[str, StoredTensor]  # tensors by name, those of all files
 
     @staticmethod
     def read(path: Path) -> "Header":

@@ -17,17 +17,11 @@ MAX_LAYERS = 2**12
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The keys of an architecture. Each is checked when it is read.
+    """The keys of an architecture. Each is checked when it is read."""
 
-    Attributes:
-        header: the file's header.
-        architecture: prefix of the keys.
-        used: the keys that were read.
-    """
-
-    header: Header
-    architecture: str
-    used: set[str] = field(default_factory=set)
+    header: Header  # the file's header
+    architecture: str  # prefix of the keys
+    used: set[str] = field(default_factory=set)  # the keys that were read
 
     def get(self, key: str, kinds: tuple[type, ...] = (int,), default: Any = None) -> Any:
         """Returns the value of ``architecture.key``, or the default. Raises ModelLoadError for another type."""

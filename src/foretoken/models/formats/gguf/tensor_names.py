@@ -50,19 +50,12 @@ _BARE = {"ssm_a": "A", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}  # without a suff
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names in a checkpoint by names in the file.
+    """Names in a checkpoint by names in the file."""
 
-    Attributes:
-        ends: names of tensors outside of layers.
-        parts: names of a layer's tensors, without suffix.
-        exact: names of a layer's tensors that are not a part with ``.weight`` or ``.bias``.
-        prefix: prefix of a layer's names in the checkpoint; {} stands for the layer's number.
-    """
-
-    ends: Mapping[str, str]
-    parts: Mapping[str, str]
-    exact: Mapping[str, str]
-    prefix: str
+    ends: Mapping[str, str]  # names of tensors outside of layers
+    parts: Mapping[str, str]  # names of a layer's tensors, without suffix
+    exact: Mapping[str, str]  # names of a layer's tensors that are not a part with ``.weight`` or ``.bias``
+    prefix: str  # prefix of a layer's names in the checkpoint; {} stands for the layer's number
 
     @staticmethod
     def of(a: Architecture, renamed: Mapping[str, str], stored: Container[str] = ()) -> "Names":

@@ -27,21 +27,13 @@ from foretoken.models.formats.tokenizer import SPACE, PlainTokenizer
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A rule for splitting text.
+    """A rule for splitting text."""
 
-    Attributes:
-        patterns: applied in order, each to the results of the previous one.
-        gpt2: whether GPT-2's pattern follows them.
-        nfc: whether text is normalized to NFC first.
-        ignore_merges: whether a piece that is a token stays whole, even if no merges lead to it.
-        bos: whether texts begin with the start token, by default.
-    """
-
-    patterns: tuple[str, ...] = ()
-    gpt2: bool = False
-    nfc: bool = False
-    ignore_merges: bool = False
-    bos: bool = False
+    patterns: tuple[str, ...] = ()  # applied in order, each to the results of the previous one
+    gpt2: bool = False  # whether GPT-2's pattern follows them
+    nfc: bool = False  # whether text is normalized to NFC first
+    ignore_merges: bool = False  # whether a piece that is a token stays whole, even if no merges lead to it
+    bos: bool = False  # whether texts begin with the start token, by default
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -34,22 +34,14 @@ _STATE_NORM = "ssm_norm"  # the norm of a state's outputs, which has no offset
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedTensor:
-    """A stored tensor and its differences from the checkpoint's.
-
-    Attributes:
-        shape: its shape in the checkpoint.
-        order: the row in the file of each row of the checkpoint; None if they are the same.
-        columns: the head in the file of each head of inputs; None if they are the same.
-        offset: is subtracted from the stored values.
-        transposed: whether a checkpoint has a matrix of floats as [in, out].
-    """
+    """A stored tensor and its differences from the checkpoint's."""
 
     stored: StoredTensor
-    shape: tuple[int, ...]
-    order: Order | None = None
-    columns: Order | None = None
-    offset: float = 0.0
-    transposed: bool = False
+    shape: tuple[int, ...]  # its shape in the checkpoint
+    order: Order | None = None  # the row in the file of each row of the checkpoint; None if they are the same
+    columns: Order | None = None  # the head in the file of each head of inputs; None if they are the same
+    offset: float = 0.0  # is subtracted from the stored values
+    transposed: bool = False  # whether a checkpoint has a matrix of floats as [in, out]
 
     @property
     def rows(self) -> int:

@@ -37,33 +37,22 @@ _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 class LoraSettings(Schema):
-    """The fields of adapter_config.json that define an adapter's computation.
-
-    Attributes:
-        r: rank.
-        lora_alpha: the product is scaled by alpha / rank, or by alpha / sqrt(rank) with ``use_rslora``.
-        target_modules: names of the modules, their last parts, or one regular expression; None if it is missing.
-        exclude_modules: likewise, modules without an adapter.
-        layers_to_transform: numbers of the layers, if ``target_modules`` is a list.
-        layers_pattern: the part of a name that precedes the layer's number.
-        rank_pattern: ranks by regular expression of the end of a name.
-        alpha_pattern: alphas, likewise.
-        target_parameters: names of parameters, or their last parts, such as the stacked matrices of experts.
-        peft_version: version of the library that wrote the adapter; None before 0.18.
-    """
+    """The fields of adapter_config.json that define an adapter's computation."""
 
     peft_type: str | None = None
-    r: Rank = 8
-    lora_alpha: float = 8.0
+    r: Rank = 8  # rank
+    lora_alpha: float = 8.0  # the product is scaled by alpha / rank, or by alpha / sqrt(rank) with ``use_rslora``
+    # names of the modules, their last parts, or one regular expression; None if it is missing
     target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
-    layers_to_transform: list[int] | int | None = None
-    layers_pattern: list[str] | str | None = None
-    rank_pattern: dict[str, Rank] | None = None
-    alpha_pattern: dict[str, float] | None = None
+    exclude_modules: list[str] | str | None = None  # likewise, modules without an adapter
+    layers_to_transform: list[int] | int | None = None  # numbers of the layers, if ``target_modules`` is a list
+    layers_pattern: list[str] | str | None = None  # the part of a name that precedes the layer's number
+    rank_pattern: dict[str, Rank] | None = None  # ranks by regular expression of the end of a name
+    alpha_pattern: dict[str, float] | None = None  # alphas, likewise
     use_rslora: bool = False
+    # names of parameters, or their last parts, such as the stacked matrices of experts
     target_parameters: list[str] | None = None
-    peft_version: str | None = None
+    peft_version: str | None = None  # version of the library that wrote the adapter; None before 0.18
     bias: str = "none"
     init_lora_weights: bool | str | None = True
 

@@ -28,36 +28,23 @@ Ranges = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class LinearModule:
-    """A linear layer of a checkpoint.
+    """A linear layer of a checkpoint."""
 
-    Attributes:
-        name: its name, relative to the prefix of a decoder's names.
-        rows: outputs.
-        columns: inputs.
-        layout: the layout of a family's checkpoints that has this module; empty if all have it.
-    """
-
-    name: str
-    rows: int
-    columns: int
-    layout: str = ""
+    name: str  # its name, relative to the prefix of a decoder's names
+    rows: int  # outputs
+    columns: int  # inputs
+    layout: str = ""  # the layout of a family's checkpoints that has this module; empty if all have it
 
 
 @dataclass(frozen=True, slots=True)
 class LoraProduct:
-    """A product of the runtime, and the modules that are its parts.
+    """A product of the runtime, and the modules that are its parts."""
 
-    Attributes:
-        kind: the product of a layer.
-        modules: its modules, in the order of ``arrange``.
-        arrange: returns matrices [out, rank] of the modules in the runtime's order of outputs.
-        expert: index of its expert; None for a product of all rows.
-    """
-
-    kind: Product
-    modules: tuple[LinearModule, ...]
+    kind: Product  # the product of a layer
+    modules: tuple[LinearModule, ...]  # its modules, in the order of ``arrange``
+    # returns matrices [out, rank] of the modules in the runtime's order of outputs
     arrange: Callable[[tuple[Matrix, ...]], tuple[Matrix, ...]] = tuple
-    expert: int | None = None
+    expert: int | None = None  # index of its expert; None for a product of all rows
 
 
 def lora_products(a: Architecture, number: int) -> Iterator[LoraProduct]:

@@ -31,29 +31,17 @@ from foretoken.models.formats.weight_files import is_finite
 
 @dataclass(frozen=True, slots=True)
 class ExpertParameter:
-    """A parameter with one matrix of each expert.
+    """A parameter with one matrix of each expert."""
 
-    Attributes:
-        module: name of the module of all experts, relative to the prefix of a decoder's names.
-        name: the parameter's.
-        kind: the experts' product that it belongs to.
-        rows: outputs.
-        columns: inputs.
-        count: number of experts.
-        in_turns: whether rows of gate and up are stored in turns (gpt-oss).
-        layout: ``module`` relative to its layer's prefix.
-        inputs_first: whether PEFT treats it as [experts, out, in] though it is [experts, in, out].
-    """
-
-    module: str
-    name: str
-    kind: Literal["expert_up", "expert_down"]
-    rows: int
-    columns: int
-    count: int
-    in_turns: bool
-    inputs_first: bool
-    layout: str
+    module: str  # name of the module of all experts, relative to the prefix of a decoder's names
+    name: str  # the parameter's
+    kind: Literal["expert_up", "expert_down"]  # the experts' product that it belongs to
+    rows: int  # outputs
+    columns: int  # inputs
+    count: int  # number of experts
+    in_turns: bool  # whether rows of gate and up are stored in turns (gpt-oss)
+    inputs_first: bool  # whether PEFT treats it as [experts, out, in] though it is [experts, in, out]
+    layout: str  # ``module`` relative to its layer's prefix
 
     @property
     def full_name(self) -> str:
@@ -130,15 +118,10 @@ def read_parameter(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """A low-rank product that is added to one of a layer's: up (down x).
+    """A low-rank product that is added to one of a layer's: up (down x)."""
 
-    Attributes:
-        down: float32 [rank, in]; the rank is the sum of the modules' ranks.
-        up: float32 [out, rank] in the product's parts, scale included.
-    """
-
-    down: Tensor
-    up: tuple[Matrix, ...]
+    down: Tensor  # float32 [rank, in]; the rank is the sum of the modules' ranks
+    up: tuple[Matrix, ...]  # float32 [out, rank] in the product's parts, scale included
 
 
 AdapterLayer = Mapping[Product, LowRank | Sequence[LowRank | None]]

@@ -118,15 +118,10 @@ class WeightImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenImage:
-    """A model's memory from a file.
+    """A model's memory from a file."""
 
-    Attributes:
-        spec: the specification; it points into ``memory``.
-        memory: memory that must outlive it.
-    """
-
-    spec: ModelSpec
-    memory: tuple[object, ...]
+    spec: ModelSpec  # the specification; it points into ``memory``
+    memory: tuple[object, ...]  # memory that must outlive it
 
 
 def open_image(path: Path) -> OpenImage:
