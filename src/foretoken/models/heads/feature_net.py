@@ -108,7 +108,8 @@ class DraftNet(ABC):
         Features are made from the states once a pass needs them.
         """
         self.extend(handle, tokens)
-        handle.taps[:] = [*(earlier.kept() for earlier in handle.taps[:-1]), *handle.taps[-1:], rows]
+        handle.taps[-2:-1] = [earlier.kept() for earlier in handle.taps[-2:-1]]  # those before it are
+        handle.taps.append(rows)
 
     def _make_features(self, handles: Sequence[HeadHandle]) -> None:
         """Makes the features of all sequences from the states that were appended, in one product."""
