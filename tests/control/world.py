@@ -126,7 +126,7 @@ class World:
     def warm_up(self, costs: CostModel, depths: Sequence[int] = (1, 2, 3, 4, 6, 8, 16)) -> None:
         """Calibrates the cost model, which takes no time."""
         missed = Timings(self.step + 96 * self.read, 0.0, 0.0, 0.0, 1, missed_tokens=96)
-        costs.drafting.observe(1, 1, missed)
+        costs.drafting.observe(1, 1, missed.propose, missed.missed_tokens)
         passes = {rows: self.rows(rows) for rows in (1, *(depth + 1 for depth in depths))}
         costs.calibrate(passes, {depth: depth * self.step for depth in depths}, self.read)
 

@@ -166,9 +166,12 @@ class DraftPolicy(Controller):
         for i, context in enumerate(contexts) if due and not held else ():
             if context.depth is None and self._due(context):
                 budgets[i] = limits[i]
-        self.resting = due and not any(budgets) and (held or self.step % self.tuning.wait_steps != 0)
-        if self.resting and self.ledger:
-            self.ledger.add(self.ledger.income(self.costs, len(contexts)))
+        self.resting = due and not any(budgets) and not self._drafted
+        self.resting = self.resting and (held or self.step % self.tuning.wait_steps != 0)
+        if self.resting:
+            self.costs.displacement.since += 1
+            if self.ledger:
+                self.ledger.add(self.ledger.income(self.costs, len(contexts)))
         self._budgets = budgets
         return budgets
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 
-from foretoken.core.step import Timings
 from foretoken.costs.curve import Curve
 from foretoken.costs.tuning import TUNING, Tuning
 
@@ -29,23 +28,24 @@ class DraftingTimes:
         """Whether drafting with a model was timed."""
         return bool(self._curves)
 
-    def observe(self, depth: int, count: int, timings: Timings) -> None:
+    def observe(self, depth: int, count: int, seconds: float, missed: int = 0) -> None:
         """Learns from the drafts of a step.
 
         Args:
             depth: Passes of the model.
             count: Number of requests for which it drafted.
-            timings: Times of the step, and the tokens that the model had missed.
+            seconds: Seconds that they took.
+            missed: Number of tokens that the model had not processed before.
         """
         expected = self.seconds(depth, count)
-        if self._unconfirmed and timings.propose < 0.5 * expected:  # other programs delayed the warm-up
+        if self._unconfirmed and seconds < 0.5 * expected:  # other programs delayed the warm-up
             for curve in self._curves.values():
-                curve.scale(timings.propose / expected)
+                curve.scale(seconds / expected)
         self._unconfirmed = False
-        if timings.missed_tokens > self._tuning.wait_steps:
-            self._catch_up(depth, count, timings)
+        if missed > self._tuning.wait_steps:
+            self._catch_up(depth, count, seconds, missed)
             return
-        self._curve(count).add(depth, timings.propose)
+        self._curve(count).add(depth, seconds)
 
     def calibrate(self, drafting: Mapping[int, float], missed: float = math.inf) -> None:
         """Replaces what was learned in the warm-up by its medians. See ``CostModel.calibrate``."""
@@ -86,9 +86,9 @@ class DraftingTimes:
         curves = {str(1 << bits - 1): seconds(curve) for bits, curve in sorted(self._curves.items())}
         return {"draft_seconds": curves, "missed_token_seconds": self.missed(1)}
 
-    def _catch_up(self, depth: int, count: int, timings: Timings) -> None:
+    def _catch_up(self, depth: int, count: int, seconds: float, missed: int) -> None:
         """Learns from a step whose missed tokens took a part of the time."""
-        missed, seconds, tuning = timings.missed_tokens, timings.propose, self._tuning
+        tuning = self._tuning
         if self._curves:
             catching_up, usual = max(0.0, seconds - self.seconds(depth, count)), self.missed(missed)
             self._delayed = self._delayed + 1 if usual and catching_up > tuning.outlier_ratio * usual else 0

@@ -6,6 +6,7 @@ from typing import Any
 
 from foretoken.core.step import StepOutput, is_decode_only
 from foretoken.costs.curve import Curve
+from foretoken.costs.displacement import Displacement
 from foretoken.costs.drafting import DraftingTimes
 from foretoken.costs.tuning import TUNING, Tuning
 
@@ -18,8 +19,12 @@ class CostModel:
     Passes of different sizes are compared at one speed of the machine, and ``level`` follows that speed: a slow minute
     makes no size more expensive than another. Steps with prefill teach nothing about passes.
 
+    A model that drafts displaces the target's weights from the processor's caches, so the pass behind it and the next
+    plain steps take longer. That is a cost of drafting: ``drafting`` includes it, passes and plain steps do not.
+
     Attributes:
         drafting: Seconds of drafting.
+        displacement: Seconds that passes take longer after drafting.
         search_seconds: Seconds in which text to copy is searched for one request.
         level: Seconds of a pass relative to those of the first observed passes.
     """
@@ -31,6 +36,7 @@ class CostModel:
         self.search_seconds = 0.0
         self._disturbed = 0  # disturbed passes in a row
         self._since_plain = 0  # steps since a plain one was timed
+        self.displacement = Displacement(tuning)
         self._speedup = 1.0  # moving average over the steps with drafts
 
     @property
@@ -44,20 +50,21 @@ class CostModel:
             return
         timings, drafting = steps[0].timings, [step for step in steps if step.budget > 0]
         batch, drafted = len(steps), sum([len(step.draft.ids) for step in steps])
+        levels = [step.levels for step in drafting if step.levels]
+        self.displacement.count(bool(levels), self._rare_steps)
+        displaced = self.displacement.of(timings.total - timings.propose)
         if decode_only := is_decode_only(steps):
-            self.observe_pass(batch + drafted, timings.total - timings.propose)
             self._since_plain += 1
-            if not drafted and not drafting:
-                if self._since_plain >= self.tuning.refresh_steps:
-                    self._plain.discount(self.tuning.trusted_steps)
-                self._plain.add(batch, timings.total / self.level)
-                self._since_plain = 0
+            if not self.displacement.filling:
+                level = self.level  # a pass of a size that is rare changes it for a moment
+                self.observe_pass(batch + drafted, timings.total - timings.propose - displaced)
+                if not drafted and not drafting:
+                    self._observe_plain(batch, timings.total, (timings.total - displaced) / level)
         if not drafting:
             return
-        levels = [step.levels for step in drafting if step.levels]
         # A chain that ended at once took its time. Where nothing says that a pass was made, the model was not ready.
         if levels and (drafted or any(step.draft.levels for step in drafting)):
-            self.drafting.observe(max(levels), len(levels), timings)
+            self.drafting.observe(max(levels), len(levels), timings.propose + displaced, timings.missed_tokens)
         if not levels:
             self.search_seconds += self.tuning.follow_share * (timings.propose / len(drafting) - self.search_seconds)
         if drafted:
@@ -65,6 +72,14 @@ class CostModel:
             if decode_only and plain and timings.total:  # no step with drafts is shorter than one without
                 speedup = sum([len(step.tokens) for step in steps]) / batch * min(1.0, plain / timings.total)
                 self._speedup += 0.1 * (speedup - self._speedup)
+
+    def _observe_plain(self, batch: int, taken: float, seconds: float) -> None:
+        """Learns from a plain step that took ``taken`` seconds: ``seconds`` at level 1 without displaced caches."""
+        if self._since_plain >= self.tuning.refresh_steps:
+            self._plain.discount(self.tuning.trusted_steps)
+        self._plain.add(batch, seconds)
+        self._since_plain = 0
+        self.displacement.compare(batch, taken)
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Learns from one pass. An unusual time of a known size is attributed to the speed of the machine."""
@@ -149,4 +164,11 @@ class CostModel:
         enough = 1.0 if self._plain.weight > first else first
         if self._plain.weight_of(batch) < enough and self._plain.weight_near(batch, batch // 8) < enough:
             return True
-        return self._since_plain >= tuning.refresh_steps + max(0.0, self._speedup - 1.0) / tuning.timing_share
+        if self.displacement.due(self._rare_steps):
+            return True
+        return self._since_plain >= tuning.refresh_steps + self._rare_steps
+
+    @property
+    def _rare_steps(self) -> float:
+        """Number of steps in which a plain one costs the share of speculation's gain that timing may cost."""
+        return max(0.0, self._speedup - 1.0) / self.tuning.timing_share
