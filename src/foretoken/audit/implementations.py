@@ -42,14 +42,7 @@ _IDENTIFIERS = count(1 << 40)  # above the ids of requests that the same propose
 
 
 class Foretoken:
-    """An engine as configured. Nothing else may run on it during the audit. See ``Audited``.
-
-    Args:
-        depth: Configured number of draft tokens, for steps in which the engine's controller is bypassed.
-        float32: Loads the same engine in float32, None if that is impossible.
-        start: First decoder tokens of an encoder-decoder, whose encoder receives the prompts.
-        method: Name of the proposer that drafts, where the engine has several.
-    """
+    """An engine as configured. Nothing else may run on it during the audit. See ``Audited``."""
 
     batch = 16
     seeded = True
@@ -59,12 +52,13 @@ class Foretoken:
         self,
         engine: Engine,
         encode: Callable[[str], Sequence[int]],
+        # configured number of draft tokens, for steps in which the engine's controller is bypassed
         depth: int | None = None,
         ends: Sequence[int] = (),
         facts: Mapping[str, Any] | None = None,
-        float32: Callable[[], Foretoken] | None = None,
-        start: Sequence[int] = (),
-        method: str | None = None,
+        float32: Callable[[], Foretoken] | None = None,  # loads the same engine in float32, None if that is impossible
+        start: Sequence[int] = (),  # first decoder tokens of an encoder-decoder, whose encoder receives the prompts
+        method: str | None = None,  # name of the proposer that drafts, where the engine has several
     ) -> None:
         self.target, self.proposer, self.method = engine.target, engine.proposer, method
         self.controller, self.rule = engine.controller, engine.rule

@@ -51,23 +51,14 @@ def unchanged(row: Tensor) -> Tensor:
 
 def sequential(
     *,
-    accept: Accept = fair,
-    reject: Callable[[Tensor, Tensor], Tensor] = residual,
-    decide: Callable[[Stream, float, int, int], bool] = independent_draw,
-    target: Reshape = unchanged,
-    drafted: Reshape = unchanged,
-    bonus: Reshape = unchanged,
+    accept: Accept = fair,  # (p(x), q(x)) -> acceptance probability
+    reject: Callable[[Tensor, Tensor], Tensor] = residual,  # (p, q) -> distribution to sample from after a rejection
+    decide: Callable[[Stream, float, int, int], bool] = independent_draw,  # turns the probability into a decision
+    target: Reshape = unchanged,  # transforms p
+    drafted: Reshape = unchanged,  # transforms q
+    bonus: Reshape = unchanged,  # transforms the distribution of the bonus token
 ) -> Verifier:
-    """Returns the rule with replaceable parts.
-
-    Args:
-        accept: (p(x), q(x)) -> acceptance probability.
-        reject: (p, q) -> distribution to sample from after a rejection.
-        decide: Turns the probability into a decision.
-        target: Transforms p.
-        drafted: Transforms q.
-        bonus: Transforms the distribution of the bonus token.
-    """
+    """Returns the rule with replaceable parts."""
 
     def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
         node, depth = -1, 0

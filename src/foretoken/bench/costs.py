@@ -159,17 +159,11 @@ def known(loaded: Loaded) -> MeasuredCosts:
 def measured(
     loaded: Loaded,
     rows: Sequence[int] = ROWS,
-    contexts: Sequence[int] = (CONTEXT,),
-    batches: Sequence[int] = (1,),
-    turns: int = TURNS,
+    contexts: Sequence[int] = (CONTEXT,),  # tokens before the rows
+    batches: Sequence[int] = (1,),  # sequences that share a pass
+    turns: int = TURNS,  # passes of each kind
 ) -> MeasuredCosts:
-    """Returns the saved costs of passes over ``rows`` of a checkpoint; missing ones are measured and saved.
-
-    Args:
-        contexts: Tokens before the rows.
-        batches: Sequences that share a pass.
-        turns: Passes of each kind.
-    """
+    """Returns the saved costs of passes over ``rows`` of a checkpoint; missing ones are measured and saved."""
     costs = known(loaded)
     lacking = list(costs.lacks(rows, contexts, batches))
     if lacking:

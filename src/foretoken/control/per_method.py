@@ -22,20 +22,14 @@ class PerMethod(Bounded):
 
     A request's method, and its draft length if that is constant, are settled when it is queued, so that a later change
     of the default method does not change them.
-
-    Args:
-        inner: Decides for all requests of a step together.
-        lengths: Draft lengths by method.
-        method_of: Returns the method of a request.
-        default: Returns the method of new requests that name none.
     """
 
     def __init__(
         self,
-        inner: Controller,
-        lengths: Mapping[str, MethodLength],
-        method_of: Callable[[Context], str],
-        default: Callable[[], str],
+        inner: Controller,  # decides for all requests of a step together
+        lengths: Mapping[str, MethodLength],  # draft lengths by method
+        method_of: Callable[[Context], str],  # returns the method of a request
+        default: Callable[[], str],  # returns the method of new requests that name none
     ) -> None:
         super().__init__(inner)
         self.lengths, self._method_of, self._default = lengths, method_of, default

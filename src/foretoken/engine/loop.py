@@ -23,28 +23,18 @@ from foretoken.verify import Rule, choose
 
 
 class Engine:
-    """Runs any number of sequences by continuous batching, up to ``max_sequences`` in one forward pass.
-
-    Args:
-        target: The model whose distribution the output follows.
-        proposer: Drafts tokens.
-        controller: Decides the size of each draft.
-        rule: Chooses the verifier. Audits pass wrong ones on purpose.
-        max_sequences: Number of sequences in one forward pass.
-        prompt_rows: Number of prompt tokens that one step may prefill.
-        capacity: Number of tokens whose KV cache fits, or None for no limit.
-    """
+    """Runs any number of sequences by continuous batching, up to ``max_sequences`` in one forward pass."""
 
     def __init__(
         self,
-        target: Model,
-        proposer: Proposer,
-        controller: Controller,
+        target: Model,  # the model whose distribution the output follows
+        proposer: Proposer,  # drafts tokens
+        controller: Controller,  # decides the size of each draft
         *,
-        rule: Rule = choose,
-        max_sequences: int = 16,
-        prompt_rows: PromptRows = None,
-        capacity: int | None = None,
+        rule: Rule = choose,  # chooses the verifier; audits pass wrong ones on purpose
+        max_sequences: int = 16,  # number of sequences in one forward pass
+        prompt_rows: PromptRows = None,  # number of prompt tokens that one step may prefill
+        capacity: int | None = None,  # number of tokens whose KV cache fits, or None for no limit
     ) -> None:
         self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
         self._step_rows = StepRows(rule)

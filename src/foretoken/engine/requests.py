@@ -71,33 +71,22 @@ class Request:
 
 
 class RequestBuilder:
-    """Builds requests: tokenizes prompts and gives every sequence its law, random numbers and stopping.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        vocab_size: Number of logits of the model.
-        eos_ids: Ids that end a text.
-        seed: Seed of requests without a seed.
-        methods: Values that a request may give as ``speculative_method``.
-        start: See ``PromptTokenizer``.
-        max_length: Context length. Longer texts end there with the reason "length". None is no limit.
-        source_length: Maximum length of the encoder's input; 0 without an encoder.
-        isolate_grammars: Whether to compile grammars in processes of their own. See ``IsolatedGrammars``.
-        adapter_key: See ``LoadedAdapters.key``.
-    """
+    """Builds requests: tokenizes prompts and gives every sequence its law, random numbers and stopping."""
 
     def __init__(
         self,
-        tokenizer: Any,
-        vocab_size: int,
-        eos_ids: Sequence[int],
-        seed: int,
-        methods: Sequence[str] = (),
-        start: Sequence[int] = (),
+        tokenizer: Any,  # the model's tokenizer
+        vocab_size: int,  # number of logits of the model
+        eos_ids: Sequence[int],  # ids that end a text
+        seed: int,  # seed of requests without a seed
+        methods: Sequence[str] = (),  # values that a request may give as ``speculative_method``
+        start: Sequence[int] = (),  # see ``PromptTokenizer``
+        # context length; longer texts end there with the reason "length"; None is no limit
         max_length: int | None = None,
-        source_length: int = 0,
+        source_length: int = 0,  # maximum length of the encoder's input; 0 without an encoder
+        # whether to compile grammars in processes of their own; see ``IsolatedGrammars``
         isolate_grammars: bool = False,
-        adapter_key: Callable[[str], str] = str,
+        adapter_key: Callable[[str], str] = str,  # see ``LoadedAdapters.key``
     ) -> None:
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
         limit = None if max_length is None else ContextLimit(tokenizer, max_length)

@@ -45,27 +45,19 @@ class SchedulerUsage:
 
 
 class Scheduler:
-    """Admits, orders and preempts sequences. See the module.
-
-    Args:
-        target: The model whose KV cache is scheduled.
-        max_sequences: Number of sequences in one forward pass.
-        pace: Limits the prefill of a step.
-        capacity: Number of tokens whose KV cache fits, or None for no limit.
-        on_admit: Called with a context before its prefill. Returns the number of leading tokens whose hidden states the
-            proposer does not need.
-        on_preempt: Called with a context that is preempted.
-        state_tokens: Number of tokens whose KV cache takes as much memory as the recurrent states of one sequence.
-    """
+    """Admits, orders and preempts sequences. See the module."""
 
     def __init__(
         self,
-        target: Model,
-        max_sequences: int,
-        pace: PrefillPacer,
-        capacity: int | None,
+        target: Model,  # the model whose KV cache is scheduled
+        max_sequences: int,  # number of sequences in one forward pass
+        pace: PrefillPacer,  # limits the prefill of a step
+        capacity: int | None,  # number of tokens whose KV cache fits, or None for no limit
+        # called with a context before its prefill; returns the number of leading tokens whose hidden states the
+        # proposer does not need
         on_admit: Callable[[Context], int],
-        on_preempt: Callable[[Context], None],
+        on_preempt: Callable[[Context], None],  # called with a context that is preempted
+        # number of tokens whose KV cache takes as much memory as the recurrent states of one sequence
         state_tokens: int = 0,
     ) -> None:
         self.target, self.max_sequences, self.pace, self.capacity = target, max_sequences, pace, capacity

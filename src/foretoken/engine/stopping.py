@@ -103,27 +103,18 @@ class TextStopping:
     """Stopping by token ids, stop strings and length. It also holds the text.
 
     ``stop_reason`` is the stop string or stop id that matched, None for EOS and length, as in vLLM.
-
-    Args:
-        detokenizer: Turns tokens into text.
-        max_tokens: Number of tokens after which the sequence ends.
-        min_tokens: Number of tokens before which stop strings are ignored.
-        eos_ids: Ids that end the sequence without a stop reason.
-        stop_ids: Ids that end the sequence and are its stop reason.
-        stops: Stop strings.
-        include_stop: Whether the text keeps the stop string.
-        acceptance_stop: Kinds of improbable runs of acceptance that end the sequence; they are its finish reason.
     """
 
     def __init__(
         self,
-        detokenizer: Detokenizer,
-        max_tokens: int,
-        min_tokens: int = 0,
-        eos_ids: Collection[int] = (),
-        stop_ids: Collection[int] = (),
-        stops: Sequence[str] = (),
-        include_stop: bool = False,
+        detokenizer: Detokenizer,  # turns tokens into text
+        max_tokens: int,  # number of tokens after which the sequence ends
+        min_tokens: int = 0,  # number of tokens before which stop strings are ignored
+        eos_ids: Collection[int] = (),  # ids that end the sequence without a stop reason
+        stop_ids: Collection[int] = (),  # ids that end the sequence and are its stop reason
+        stops: Sequence[str] = (),  # stop strings
+        include_stop: bool = False,  # whether the text keeps the stop string
+        # kinds of improbable runs of acceptance that end the sequence; they are its finish reason
         acceptance_stop: Collection[str] = (),
     ) -> None:
         self._detokenizer = detokenizer

@@ -123,20 +123,14 @@ class RunnerModel(Model):
 
     def _score(
         self,
-        plan: PassPlan,
+        plan: PassPlan,  # its rows
         handles: Sequence[Handle],
         drafts: Sequence[Draft],
         taps: Sequence[int],
-        firsts: Sequence[int],
-        earlier: Sequence[Sequence[Mapping[int, Tensor]]],
+        firsts: Sequence[int],  # position of the first row that this call computes of each sequence
+        earlier: Sequence[Sequence[Mapping[int, Tensor]]],  # taps of the rows that it has computed before, in order
     ) -> list[Scores]:
-        """Computes one pass.
-
-        Args:
-            plan: its rows.
-            firsts: position of the first row that this call computes of each sequence.
-            earlier: taps of the rows that it has computed before, in order.
-        """
+        """Computes one pass."""
         result = self._run(plan, taps, logits=True)
         for handle, draft in zip(handles, drafts, strict=True):
             handle.cached = len(handle.tokens)
@@ -226,12 +220,7 @@ class RunnerModel(Model):
 class Decoder(RunnerModel):
     """A decoder-only model on one of our runners.
 
-    Args:
-        config: the checkpoint's config.json as a dict.
-        weights: the checkpoint's tensors by name.
-        dtype: dtype of weights and activations.
-
-    The others are those of ``load_model``.
+    Parameters without a comment are those of ``load_model``.
 
     Raises:
         InvalidRequest: an option is unknown, or weights cannot be packed here.
@@ -243,9 +232,9 @@ class Decoder(RunnerModel):
 
     def __init__(
         self,
-        config: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
-        dtype: torch.dtype,
+        config: Mapping[str, Any],  # the checkpoint's config.json as a dict
+        weights: Mapping[str, Tensor],  # the checkpoint's tensors by name
+        dtype: torch.dtype,  # dtype of weights and activations
         device: torch.device,
         max_length: int | None = None,
         quantization: str | None = None,

@@ -126,22 +126,16 @@ class PlanRow:
         depth: int,
         *,
         tokens: float,
-        tokens_width: float,
-        seconds_width: float,
+        tokens_width: float,  # half the width of the interval of their logarithm, for another sample
+        seconds_width: float,  # likewise of step over plain step
+        # seconds until every prompt has its first token, in plain decoding and with the candidate
         first: tuple[float, float],
-        decoded: float,
+        decoded: float,  # tokens of a request after its first
         plain_seconds: float,
         step_seconds: float,
         **facts: Any,
     ) -> "PlanRow":
-        """Returns the row of a candidate at one draft length.
-
-        Args:
-            tokens_width: Half the width of the interval of their logarithm, for another sample.
-            seconds_width: Likewise of step over plain step.
-            first: Seconds until every prompt has its first token, in plain decoding and with the candidate.
-            decoded: Tokens of a request after its first.
-        """
+        """Returns the row of a candidate at one draft length."""
         speedup = tokens * plain_seconds / step_seconds
         fewest, most = around(tokens, tokens_width)
         low, high = around(speedup, math.hypot(tokens_width, seconds_width))

@@ -232,16 +232,12 @@ class Planner:
 
     def plan(
         self,
-        prompts: Sequence[Prompt],
-        candidates: Sequence[Candidate],
+        prompts: Sequence[Prompt],  # tokenized prompts, or their token ids
+        candidates: Sequence[Candidate],  # ways to speculate
+        # token ids that the target sampled after each prompt, if known; None lets it sample
         completions: Sequence[Sequence[int]] | None = None,
     ) -> Plan:
         """Measures and predicts.
-
-        Args:
-            prompts: Tokenized prompts, or their token ids.
-            candidates: Ways to speculate.
-            completions: Token ids that the target sampled after each prompt, if known. None lets it sample.
 
         Raises:
             InvalidRequest: There are no prompts or candidates, or the prompts do not fit the target.

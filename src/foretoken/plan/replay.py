@@ -184,21 +184,14 @@ def step_estimate(
     prompts: Sequence[Prompt],
     proposer: Proposer,
     law: Law,
-    depth: int,
+    depth: int,  # draft length or tree size
     limit: int,
-    eos: Collection[int] = (),
-    rejection: str = "block",
-    batch: int = BATCH,
+    eos: Collection[int] = (),  # ids of end-of-text tokens
+    rejection: str = "block",  # "block" or "token"
+    batch: int = BATCH,  # sequences at once
     seed: int = 0,
 ) -> AcceptanceEstimate:
-    """Runs the engine with the target itself, up to ``limit`` tokens for each prompt.
-
-    Args:
-        depth: Draft length or tree size.
-        eos: Ids of end-of-text tokens.
-        rejection: "block" or "token".
-        batch: Sequences at once.
-    """
+    """Runs the engine with the target itself, up to ``limit`` tokens for each prompt."""
     engine = Engine(target, proposer, Fixed(depth), rule=partial(choose, rejection=rejection), max_sequences=batch)
     made = contexts(prompts, law, seed)
     tallies = _tallied(engine, made, [Length(limit, eos) for _ in made])

@@ -37,17 +37,6 @@ class Generation:
     Iterate over it, once and within ``with``: it yields pieces, and ends when all choices have ended. Pieces that are
     not read yet wait here. It belongs to its event loop, except for ``began``.
 
-    Args:
-        built: The requests, one for each prompt, with their contexts.
-        release: Called once when it is over, with whether the engine still works on it.
-        priority: Lower priorities are admitted first.
-        identifier: Identifies it in the answer.
-        model: Name of the model in the answer.
-        timeout: Seconds after which iterating raises TimeoutError.
-        metrics: Counts it.
-        drafts: The source of its drafts.
-        names: Names of parameters as the client sent them, for errors. See ``sent_names``.
-
     Attributes:
         shown: Whether the client gets the generated tokens; otherwise they are not counted either.
         arrived: When it was submitted, by ``time.monotonic``.
@@ -56,15 +45,17 @@ class Generation:
 
     def __init__(
         self,
-        built: Sequence[BuiltRequest],
+        built: Sequence[BuiltRequest],  # the requests, one for each prompt, with their contexts
+        # called once when it is over, with whether the engine still works on it
         release: "Callable[[Generation, bool], None]",
         *,
-        priority: int = 0,
-        identifier: str = "",
-        model: str = "",
-        timeout: float | None = None,
-        metrics: Metrics | None = None,
-        drafts: DraftSource = NO_DRAFTS,
+        priority: int = 0,  # lower priorities are admitted first
+        identifier: str = "",  # identifies it in the answer
+        model: str = "",  # name of the model in the answer
+        timeout: float | None = None,  # seconds after which iterating raises TimeoutError
+        metrics: Metrics | None = None,  # counts it
+        drafts: DraftSource = NO_DRAFTS,  # the source of its drafts
+        # names of parameters as the client sent them, for errors; see ``sent_names``
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.id, self.model, self.created = identifier, model, int(time.time())

@@ -168,19 +168,13 @@ class Identity:
 
 
 class KeyRing:
-    """Accepted keys. Not thread-safe: it belongs to the event loop. Raises InvalidRequest if the file cannot be read.
-
-    Args:
-        keys: Keys without limits, as they are.
-        file: A key file, which is read again when it changes.
-        allow_admin: Whether ``keys`` have the scope admin.
-    """
+    """Accepted keys. Not thread-safe: it belongs to the event loop. Raises InvalidRequest if its file is unreadable."""
 
     def __init__(
         self,
-        keys: Sequence[str] = (),
-        file: Path | None = None,
-        allow_admin: bool = False,
+        keys: Sequence[str] = (),  # keys without limits, as they are
+        file: Path | None = None,  # a key file, which is read again when it changes
+        allow_admin: bool = False,  # whether ``keys`` have the scope admin
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file, self._clock = file, clock

@@ -151,17 +151,13 @@ class Metrics(MetricsPage):
     """Prometheus metrics of one server. docs/reference/metrics.md lists them.
 
     The engine's thread counts and another thread reads; a lock makes each step atomic.
-
-    Args:
-        model_name: Label of all metrics.
-        usage: Returns the load of the engine. Called when metrics are read.
-        method_of: Returns the method that drafted in a step, for the label ``method``. Without it the label is empty.
     """
 
     def __init__(
         self,
-        model_name: str,
-        usage: Callable[[], SchedulerUsage],
+        model_name: str,  # label of all metrics
+        usage: Callable[[], SchedulerUsage],  # returns the load of the engine; called when metrics are read
+        # returns the method that drafted in a step, for the label ``method``; without it the label is empty
         method_of: Callable[[StepOutput], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -44,19 +44,14 @@ class Servable(Protocol):
 
 
 class Server(uvicorn.Server):
-    """Shuts down in two steps: the first signal refuses new requests and lets others finish; the second stops at once.
-
-    Args:
-        drain_timeout: Seconds for running requests to finish. Then they end with an error.
-        announce: Called once requests are accepted.
-    """
+    """Shuts down in two steps: one signal refuses new requests and lets others finish; a second one stops at once."""
 
     def __init__(
         self,
         app: FastAPI,
         workers: Sequence[Servable],
-        drain_timeout: float = 30.0,
-        announce: Callable[[], None] = lambda: None,
+        drain_timeout: float = 30.0,  # seconds for running requests to finish; then they end with an error
+        announce: Callable[[], None] = lambda: None,  # called once requests are accepted
         tls: TlsFiles | None = None,
     ) -> None:
         super().__init__(

@@ -240,25 +240,16 @@ class SparseMlp(nn.Module):
 
 
 class HybridLayer(nn.Module):
-    """A layer of gated DeltaNet or of gated attention, with a mixture of experts or a gated MLP.
-
-    Args:
-        shape: The model's configuration.
-        kind: "linear_attention" for DeltaNet, or "full_attention".
-        dropout: Fraction of the outputs of mixer and MLP that is dropped in training.
-        intermediate: Units of a gated MLP, None for a mixture of experts.
-        heads: Attention heads, None for the model's number.
-        kv_heads: Key-value heads, None for the model's number.
-    """
+    """A layer of gated DeltaNet or of gated attention, with a mixture of experts or a gated MLP."""
 
     def __init__(
         self,
-        shape: Any,
-        kind: str = "full_attention",
-        dropout: float = 0.0,
-        intermediate: int | None = None,
-        heads: int | None = None,
-        kv_heads: int | None = None,
+        shape: Any,  # the model's configuration
+        kind: str = "full_attention",  # "linear_attention" for DeltaNet, or "full_attention"
+        dropout: float = 0.0,  # fraction of the outputs of mixer and MLP that is dropped in training
+        intermediate: int | None = None,  # units of a gated MLP, None for a mixture of experts
+        heads: int | None = None,  # attention heads, None for the model's number
+        kv_heads: int | None = None,  # key-value heads, None for the model's number
     ) -> None:
         super().__init__()
         width, eps = shape.hidden_size, shape.rms_norm_eps

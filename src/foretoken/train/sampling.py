@@ -216,27 +216,18 @@ def _padded(lists: list[list[int]], width: int, device: torch.device) -> Tensor:
 
 @torch.inference_mode()
 def sample_windows(
-    decoder: BatchDecoder,
-    turns: Turns,
-    starts: Callable[[np.random.Generator, int], list[list[int]]],
-    temperatures: Tensor,
-    length: int,
-    seed: int,
-    limit_seconds: float | None = None,
+    decoder: BatchDecoder,  # the model's decoder
+    turns: Turns,  # the model's turns
+    starts: Callable[[np.random.Generator, int], list[list[int]]],  # returns given first tokens for a number of windows
+    temperatures: Tensor,  # temperatures of the answers, or of all tokens of documents, [N]; requests have 0.6 to 1
+    length: int,  # tokens of a window
+    seed: int,  # seed of the starts and samples
+    limit_seconds: float | None = None,  # time after which no further batch begins
 ) -> Tensor:
     """Samples windows of text.
 
     Returns token ids [N, length], in the order of ``temperatures``. At the time limit, fewer, but at least one batch.
     Raises InvalidRequest if a window is longer than the model's positions.
-
-    Args:
-        decoder: The model's decoder.
-        turns: The model's turns.
-        starts: Returns given first tokens for a number of windows.
-        temperatures: Temperatures of the answers, or of all tokens of documents, [N]. Requests have 0.6 to 1.
-        length: Tokens of a window.
-        seed: Seed of the starts and samples.
-        limit_seconds: Time after which no further batch begins.
     """
     if length > decoder.max_length:
         raise InvalidRequest(f"windows of {length} exceed the model's {decoder.max_length} positions; lower --window")

@@ -157,26 +157,19 @@ Score = Callable[[dict[str, float]], float]
 
 
 class Trainer:
-    """Trains a model in place. Under torchrun every process has its own batches, and all take the same steps.
-
-    Args:
-        config: Length of the run, learning rate and batches.
-        checkpoint: File from which ``resume`` continues.
-        score: Compares evaluations. ``config.patience`` needs it.
-        scale: Returns the factor of the learning rate of a parameter, by its name; 1 by default.
-        headline: Returns the figures of an evaluation that the progress shows until the next one.
-        dynamic: As in torch.compile, for a compiled loss.
-    """
+    """Trains a model in place. Under torchrun every process has its own batches, and all take the same steps."""
 
     def __init__(
         self,
         model: nn.Module,
-        config: TrainConfig,
-        checkpoint: Path,
-        score: Score | None = None,
+        config: TrainConfig,  # length of the run, learning rate and batches
+        checkpoint: Path,  # file from which ``resume`` continues
+        score: Score | None = None,  # compares evaluations; ``config.patience`` needs it
+        # returns the factor of the learning rate of a parameter, by its name; 1 by default
         scale: Callable[[str], float] = lambda name: 1.0,
+        # returns the figures of an evaluation that the progress shows until the next one
         headline: Callable[[dict[str, float]], str] = lambda row: "",
-        dynamic: bool | None = None,
+        dynamic: bool | None = None,  # as in torch.compile, for a compiled loss
     ) -> None:
         self.model, self.config, self.checkpoint = model, config, checkpoint
         self.step, self.elapsed, self._finished = 0, 0.0, False

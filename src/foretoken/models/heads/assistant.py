@@ -143,20 +143,16 @@ class QueryOnlyRunner(NativeRunner):
 
     All rows of a plan's part see the ``first`` rows of its slot; they write nothing. Raises KernelsUnavailable if the
     kernels do not support the model.
-
-    Args:
-        ends: embedding, last norm and vocabulary head.
-        target: the runner of the model whose cache is read.
-        sources: for each layer the target's layer whose keys and values it reads; their sizes are equal.
     """
 
     def __init__(
         self,
         architecture: Architecture,
         layers: Iterable[LayerWeights],
-        ends: Ends,
+        ends: Ends,  # embedding, last norm and vocabulary head
         dtype: torch.dtype,
-        target: NativeRunner,
+        target: NativeRunner,  # the runner of the model whose cache is read
+        # for each layer the target's layer whose keys and values it reads; their sizes are equal
         sources: Sequence[int],
     ) -> None:
         self._target = target

@@ -40,28 +40,21 @@ class BlockHandle(HeadHandle):
 
 
 class BlockNet(FeatureNet):
-    """The network of a block drafter.
-
-    Args:
-        embedding: the head's own or the target's, [V, H].
-        max_length: maximum length of a sequence in tokens, drafts included.
-        unembed: the target's vocabulary head, for heads without their own.
-        quantizer: quantizes the matrices of the layers and the vocabulary head; None leaves them in ``dtype``.
-        window: number of tokens that attention sees at most; None for the head's own windows.
-    """
+    """The network of a block drafter."""
 
     foresees = True
 
     def __init__(
         self,
         head: BlockHead,
-        embedding: Tensor,
+        embedding: Tensor,  # the head's own or the target's, [V, H]
         dtype: torch.dtype,
         device: torch.device,
-        max_length: int,
-        unembed: Callable[[Tensor], Tensor] | None = None,
+        max_length: int,  # maximum length of a sequence in tokens, drafts included
+        unembed: Callable[[Tensor], Tensor] | None = None,  # the target's vocabulary head, for heads without their own
+        # quantizes the matrices of the layers and the vocabulary head; None leaves them in ``dtype``
         quantizer: Quantizer | None = None,
-        window: int | None = None,
+        window: int | None = None,  # number of tokens that attention sees at most; None for the head's own windows
     ) -> None:
         self.head, self.dtype, self.device = head, dtype, device
         tensors = head.tensors

@@ -204,26 +204,18 @@ def _check_values(head: EagleHead, path: Path) -> None:
 
 
 class EagleNet(FeatureNet):
-    """The network of an EAGLE head.
-
-    Args:
-        embedding: the head's own or the target's, [V, H].
-        max_length: maximum length of a sequence in tokens, drafts included.
-        unembed: the target's vocabulary head, for heads without their own.
-        quantizer: quantizes the matrices; None leaves them in ``dtype``.
-        window: number of tokens that attention sees at most; None for the head's own window.
-    """
+    """The network of an EAGLE head."""
 
     def __init__(
         self,
         head: EagleHead,
-        embedding: Tensor,
+        embedding: Tensor,  # the head's own or the target's, [V, H]
         dtype: torch.dtype,
         device: torch.device,
-        max_length: int,
-        unembed: Callable[[Tensor], Tensor] | None = None,
-        quantizer: Quantizer | None = None,
-        window: int | None = None,
+        max_length: int,  # maximum length of a sequence in tokens, drafts included
+        unembed: Callable[[Tensor], Tensor] | None = None,  # the target's vocabulary head, for heads without their own
+        quantizer: Quantizer | None = None,  # quantizes the matrices; None leaves them in ``dtype``
+        window: int | None = None,  # number of tokens that attention sees at most; None for the head's own window
     ) -> None:
         self.head, self.joined, self.dtype, self.device = head, head.version == 3, dtype, device
         fc, bias = head.tensors["fc.weight"].to(device, dtype), head.tensors.get("fc.bias")

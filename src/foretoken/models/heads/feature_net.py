@@ -142,14 +142,6 @@ class DraftNet(ABC):
 class FeatureNet(DraftNet):
     """Layers that read features of the target's hidden states, in one KV cache.
 
-    Args:
-        runner: computes the layers, whose residual stream starts from features; see ``weights.Entry``.
-        state: the tap of ``runner`` that is the feature of a node's children.
-        vocab: size of the target's vocabulary.
-        max_length: maximum length of a sequence in tokens, drafts included.
-        unembed: a vocabulary head that ``runner`` does not have, such as the target's, and the tap that it reads,
-            which is the input of the runner's head.
-
     Attributes:
         vocabulary: the tokens of the network's logits, where a row's features are the state of the row before it; None
             where chains are drafted level by level.
@@ -163,10 +155,12 @@ class FeatureNet(DraftNet):
 
     def __init__(
         self,
-        runner: Runner,
-        state: int,
-        vocab: int,
-        max_length: int,
+        runner: Runner,  # computes the layers, whose residual stream starts from features; see ``weights.Entry``
+        state: int,  # the tap of ``runner`` that is the feature of a node's children
+        vocab: int,  # size of the target's vocabulary
+        max_length: int,  # maximum length of a sequence in tokens, drafts included
+        # a vocabulary head that ``runner`` does not have, such as the target's, and the tap that it reads, which is the
+        # input of the runner's head
         unembed: tuple[Callable[[Tensor], Tensor], int] | None = None,
     ) -> None:
         if unembed is not None and isinstance(unembed[0], TargetHead) and unembed[0].lend(runner):
@@ -183,17 +177,11 @@ class FeatureNet(DraftNet):
     def _draft_from(
         self,
         ids: Tensor,
-        chained: bool,
-        successors: TokenLogits | None = None,
-        after: Callable[[Tensor], Tensor] | None = None,
+        chained: bool,  # whether the runner can compute a level of a draft from the level before
+        successors: TokenLogits | None = None,  # logits that a token adds to those behind it; see ``DraftVocabulary``
+        after: Callable[[Tensor], Tensor] | None = None,  # the same where torch computes them
     ) -> None:
-        """Sets the target's token of each logit, int64 [Vd].
-
-        Args:
-            chained: whether the runner can compute a level of a draft from the level before.
-            successors: logits that a token adds to those behind it; see ``DraftVocabulary``.
-            after: the same where torch computes them.
-        """
+        """Sets the target's token of each logit, int64 [Vd]."""
         whole = torch.equal(ids, torch.arange(self.vocab_size))
         self._ids = None if whole else ids
         if chained and bool((ids.diff() > 0).all()):

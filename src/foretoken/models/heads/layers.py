@@ -69,23 +69,16 @@ class GatedMlp(nn.Module):
 
 
 class HeadAttention(nn.Module):
-    """Projections of the attention of a head.
-
-    Args:
-        inputs: Width of the input.
-        shape: The target's configuration, whose numbers of heads are the defaults.
-        queries: 2 if the query projection has a gate after each query, else 1.
-        norm: Norm of queries and keys.
-    """
+    """Projections of the attention of a head."""
 
     def __init__(
         self,
-        inputs: int,
-        shape: Any,
+        inputs: int,  # width of the input
+        shape: Any,  # the target's configuration, whose numbers of heads are the defaults
         heads: int | None,
         kv_heads: int | None,
-        queries: int = 1,
-        norm: Callable[[int, float], nn.Module] | None = None,
+        queries: int = 1,  # 2 if the query projection has a gate after each query, else 1
+        norm: Callable[[int, float], nn.Module] | None = None,  # norm of queries and keys
     ) -> None:
         super().__init__()
         self.heads = heads or shape.num_attention_heads

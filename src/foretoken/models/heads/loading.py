@@ -183,19 +183,13 @@ def find_mtp(model: str | Path | None, target: Path | None) -> Path:
 def load_mtp(
     target: Model,
     tokenizer: Any,
-    model: str | Path | None,
+    model: str | Path | None,  # folder or hub id of the layers; None for those in the target's checkpoint or beside it
     path: Path | None,
-    normed: bool | None = None,
-    chained_normed: bool | None = None,
-    window: int | None = None,
+    normed: bool | None = None,  # whether they read the target's hidden state after the final norm; None to measure it
+    chained_normed: bool | None = None,  # whether they read their own output after the last norm; None to measure it
+    window: int | None = None,  # see ``load_eagle``
 ) -> LoadedHead[MtpNet | MtpStack]:
     """Loads MTP layers and checks them against the target.
-
-    Args:
-        model: folder or hub id of the layers; None for those in the target's checkpoint or beside it.
-        normed: whether they read the target's hidden state after the final norm; None to measure it.
-        chained_normed: whether they read their own output after the last norm; None to measure it.
-        window: see ``load_eagle``.
 
     Raises:
         InvalidRequest: ``model`` is None, and the target has no MTP layers.

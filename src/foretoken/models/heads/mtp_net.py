@@ -26,26 +26,18 @@ _NORMED, _PLAIN = 1, 2  # taps of a runner of one layer
 
 
 class MtpNet(FeatureNet):
-    """The network of one MTP layer.
-
-    Args:
-        embedding: the target's embedding, [V, H].
-        unembed: the target's vocabulary head.
-        max_length: maximum length of a sequence in tokens, drafts included.
-        normed: whether children read the layer's output after its last norm; otherwise before it.
-        window: number of tokens that attention sees at most; None for the layer's own window.
-    """
+    """The network of one MTP layer."""
 
     def __init__(
         self,
         layer: MtpLayer,
-        embedding: Tensor,
-        unembed: Callable[[Tensor], Tensor],
+        embedding: Tensor,  # the target's embedding, [V, H]
+        unembed: Callable[[Tensor], Tensor],  # the target's vocabulary head
         dtype: torch.dtype,
         device: torch.device,
-        max_length: int,
-        normed: bool = True,
-        window: int | None = None,
+        max_length: int,  # maximum length of a sequence in tokens, drafts included
+        normed: bool = True,  # whether children read the layer's output after its last norm; otherwise before it
+        window: int | None = None,  # number of tokens that attention sees at most; None for the layer's own window
     ) -> None:
         self.hidden = layer.architecture.hidden
         self._device, self._dtype, self._eps = device, dtype, layer.architecture.eps

@@ -133,21 +133,15 @@ class MtpStates:
 
 @torch.inference_mode()
 def measure_states(
-    net: MtpNet | MtpStack,
+    net: MtpNet | MtpStack,  # the layers
     target: Model,
-    tokenizer: Any,
-    normed: bool | None = None,
-    chained_normed: bool | None = None,
+    tokenizer: Any,  # the target's tokenizer; None for prompts of arbitrary tokens
+    normed: bool | None = None,  # whether it reads the target's state after the final norm; None to measure it
+    chained_normed: bool | None = None,  # whether it reads its own output after its last norm; None to measure it
 ) -> MtpStates:
     """Measures the layer's accuracy on the target's greedy text with both meanings of both states.
 
     If the text does not fit the target's context window, states after the norms are assumed.
-
-    Args:
-        net: the layers.
-        tokenizer: the target's tokenizer; None for prompts of arbitrary tokens.
-        normed: whether it reads the target's state after the final norm; None to measure it.
-        chained_normed: whether it reads its own output after its last norm; None to measure it.
     """
     last = target.num_layers
     if normed is None and not target.taps_before_norm:

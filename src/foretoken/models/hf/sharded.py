@@ -235,19 +235,14 @@ class ShardedModel(HFModel):
         cls,
         path: Path,
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device,  # type of device
         size: int,
-        shapes: Mapping[str, tuple[int, ...]],
-        max_length: int | None = None,
+        shapes: Mapping[str, tuple[int, ...]],  # shapes of the checkpoint's tensors
+        max_length: int | None = None,  # maximum length of a sequence in tokens; None for the module's
     ) -> Self:
         """Loads this rank's part of a checkpoint. Returns on the first rank only.
 
         The other ranks follow the first one's orders until it ends.
-
-        Args:
-            device: type of device.
-            shapes: shapes of the checkpoint's tensors.
-            max_length: maximum length of a sequence in tokens; None for the module's.
 
         Raises:
             SystemExit: on the other ranks, once the first one has ended.

@@ -135,26 +135,16 @@ class Geometry:
 
 
 def visible_keys(
-    parts: Sequence[Part],
-    positions: Sequence[int],
-    low: int,
-    high: int,
-    width: int,
-    keys: int,
-    window: int,
-    ordered: bool,
+    parts: Sequence[Part],  # the rows of each sequence
+    positions: Sequence[int],  # the position of each row
+    low: int,  # the lowest slot
+    high: int,  # the highest slot, plus one
+    width: int,  # rows of each slot, padding included
+    keys: int,  # cache rows of each slot
+    window: int,  # see ``Layer.window``
+    ordered: bool,  # see ``Layer.ordered``
 ) -> Tensor:
     """Returns the keys that each row sees: the committed rows before it and its ancestors. Padding sees all.
-
-    Args:
-        parts: the rows of each sequence.
-        positions: the position of each row.
-        low: the lowest slot.
-        high: the highest slot, plus one.
-        width: rows of each slot, padding included.
-        keys: cache rows of each slot.
-        window: see ``Layer.window``.
-        ordered: see ``Layer.ordered``.
 
     Returns:
         bool [high - low, width, keys]
@@ -183,21 +173,16 @@ def visible_keys(
 
 
 def attend(
-    layer: int,
+    layer: int,  # index of the layer in the cache
+    # [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads another layer's keys
     queries_keys: Tensor,
-    values: Tensor,
+    values: Tensor,  # [R, kv_heads, head_dim], or [R, 0, head_dim]
     g: Geometry,
     a: AttentionSizes,
     mask: Tensor,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None,  # scores [heads] of a key without a value; None for none
 ) -> Tensor:
     """Writes new keys and values to the cache, if any, then computes attention under ``mask``.
-
-    Args:
-        layer: index of the layer in the cache.
-        queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads another layer's keys.
-        values: [R, kv_heads, head_dim], or [R, 0, head_dim].
-        sinks: scores [heads] of a key without a value; None for none.
 
     Returns:
         [R, heads * head_dim]
@@ -221,21 +206,14 @@ def attend(
 
 def look_up(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
+    keys: Tensor,  # [S, kv_heads, K, head_dim]
+    values: Tensor,  # [S, kv_heads, K, head_dim]
+    mask: Tensor,  # is added to the scores, broadcast to [S, kv_heads, width, group, K]
     g: Geometry,
     a: AttentionSizes,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None,  # see ``attend``
 ) -> Tensor:
-    """Computes attention. Returns [R, heads * head_dim].
-
-    Args:
-        keys: [S, kv_heads, K, head_dim].
-        values: [S, kv_heads, K, head_dim].
-        mask: is added to the scores, broadcast to [S, kv_heads, width, group, K].
-        sinks: see ``attend``.
-    """
+    """Computes attention. Returns [R, heads * head_dim]."""
     dtype, heads, kv_heads, dim = queries.dtype, a.heads, a.kv_heads, a.head_dim
     sequences, group = g.high - g.low, heads // kv_heads
     if g.places is not None:

@@ -204,21 +204,14 @@ class Runner(ABC):
 
     def chains(
         self,
-        plan: PassPlan,
-        requests: Sequence[ChainRequest],
-        vocabulary: DraftVocabulary,
-        state: int | None = None,
+        plan: PassPlan,  # rows without drafts, the last of each sequence an output
+        requests: Sequence[ChainRequest],  # the chain of each sequence; their ends have the same bounds
+        vocabulary: DraftVocabulary,  # the tokens that may be drafted
+        state: int | None = None,  # the tap that is the features of the next row, in a model that takes features
+        # whether the outputs of each sequence are all levels of its chain, so that no other pass follows
         foreseen: bool = False,
+        # layers that draft a level each, the last one also those behind; their new rows are computed, too
         deeper: Sequence[DeeperLayer] = (),
     ) -> Sequence[ModelChain]:
-        """Computes every row of the plan, and the chains behind it.
-
-        Args:
-            plan: rows without drafts, the last of each sequence an output.
-            requests: the chain of each sequence. Their ends have the same bounds.
-            vocabulary: the tokens that may be drafted.
-            state: the tap that is the features of the next row, in a model that takes features.
-            foreseen: whether the outputs of each sequence are all levels of its chain, so that no other pass follows.
-            deeper: layers that draft a level each, the last one also those behind; their new rows are computed, too.
-        """
+        """Computes every row of the plan, and the chains behind it."""
         raise NotImplementedError

@@ -47,19 +47,11 @@ class Layout(Protocol):
 
     def attend(
         self,
-        layer: int,
-        queries_keys: Tensor,
-        values: Tensor,
+        layer: int,  # index of the layer in the cache
+        queries_keys: Tensor,  # [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer without keys
+        values: Tensor,  # [R, kv_heads, head_dim], or [R, 0, head_dim]
         a: AttentionSizes,
-        view: tuple[int, bool],
-        sinks: Tensor | None = None,
+        view: tuple[int, bool],  # the keys that a row sees; see ``families.layers.Layer.view``
+        sinks: Tensor | None = None,  # scores [heads] of a key without a value; None for none
     ) -> Tensor:
-        """Writes new keys and values to the cache, if any, then computes attention. Returns [R, heads * head_dim].
-
-        Args:
-            layer: index of the layer in the cache.
-            queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer without keys.
-            values: [R, kv_heads, head_dim], or [R, 0, head_dim].
-            view: the keys that a row sees; see ``families.layers.Layer.view``.
-            sinks: scores [heads] of a key without a value; None for none.
-        """
+        """Writes new keys and values to the cache, if any, then computes attention. Returns [R, heads * head_dim]."""

@@ -55,18 +55,12 @@ class PlannedEndpoint:
 
 
 def plan_endpoint(
-    endpoint: PlannedEndpoint,
-    prompts: Sequence[str],
-    announce: Announce = lambda costs: True,
-    say: Say = lambda stage, fraction: None,
+    endpoint: PlannedEndpoint,  # the server and the settings
+    prompts: Sequence[str],  # texts like the user's
+    announce: Announce = lambda costs: True,  # called with the costs before they are spent; returns whether to continue
+    say: Say = lambda stage, fraction: None,  # reports progress
 ) -> EndpointPlan:
     """Measures a server and predicts.
-
-    Args:
-        endpoint: The server and the settings.
-        prompts: Texts like the user's.
-        announce: Called with the costs before they are spent. Returns whether to continue.
-        say: Reports progress.
 
     Raises:
         ForetokenError: The server refuses the key or the model.

@@ -130,16 +130,11 @@ def _forwarded(pending: PendingRequest) -> Forwarded | None:
 def replicas(
     engine: ReplicaConfig,
     scale: ReplicaScale,
-    drain_timeout: float,
-    starting: AbstractContextManager[Any] | None = None,
-    verbose: bool = False,
+    drain_timeout: float,  # seconds for a replica that is no longer needed to finish
+    starting: AbstractContextManager[Any] | None = None,  # context that is left when the replicas answer
+    verbose: bool = False,  # whether to show their logs
 ) -> Iterator[RayReplicas]:
     """Runs replicas within the ``with`` block.
-
-    Args:
-        drain_timeout: Seconds for a replica that is no longer needed to finish.
-        starting: Context that is left when the replicas answer.
-        verbose: Whether to show their logs.
 
     Raises:
         ForetokenError: There is no cluster, or the model cannot be loaded.

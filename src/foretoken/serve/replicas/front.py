@@ -123,22 +123,17 @@ def _parts(choice: dict[str, Any]) -> tuple[str, bool, bool]:
 
 
 class Relay:
-    """Relays one request. ``run`` is called once.
-
-    Args:
-        respond: Sends a request to a replica and returns the messages of its answer.
-        timeout: Seconds that the request may take.
-        failovers: Counts the ``OUTCOMES``.
-    """
+    """Relays one request. ``run`` is called once."""
 
     def __init__(
         self,
+        # sends a request to a replica and returns the messages of its answer
         respond: Callable[[Forwarded], AsyncGenerator[Message, None]],
         request: Forwarded,
         parsed: Mapping[str, Any],
         send: Send,
-        timeout: float,
-        failovers: Counter[str],
+        timeout: float,  # seconds that the request may take
+        failovers: Counter[str],  # counts the ``OUTCOMES``
     ) -> None:
         self._respond, self._request, self._send = respond, request, send
         self._timeout, self._failovers = timeout, failovers

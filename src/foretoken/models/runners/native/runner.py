@@ -52,13 +52,7 @@ class NativeRunner(Runner):
     """A runner on compiled CPU kernels.
 
     Each element of a product, score or weighted value is summed in a fixed order, independent of other rows. So rows
-    are
-    bitwise equal by construction: across row counts, trees and batches, in every dtype.
-
-    Args:
-        entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
-        compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
-        cache: disk cache of packed weights; None for none.
+    are bitwise equal by construction: across row counts, trees and batches, in every dtype.
 
     Raises:
         InvalidRequest: the model's KV cache is not kept as int8.
@@ -75,9 +69,10 @@ class NativeRunner(Runner):
         layers: Iterable[LayerWeights],
         ends: Ends,
         dtype: torch.dtype,
+        # input side of a model that takes features (``weights.Entry``); None for an ordinary decoder
         entry: Entry | None = None,
-        compress: bool = False,
-        cache: WeightCache | None = None,
+        compress: bool = False,  # whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp)
+        cache: WeightCache | None = None,  # disk cache of packed weights; None for none
         kv_cache_dtype: str = "auto",
     ) -> None:
         self._begin(architecture, dtype, entry, kv_cache_dtype)
