@@ -33,8 +33,7 @@ class BadWordsLookup:
     # of the longer words, by the number of tokens before the last: these tokens as bytes, sorted, and the last tokens
     # in the same order
     prefixes: dict[int, tuple[NDArray[np.bytes_], NDArray[np.int32]]]
-    # sorted pairs of the token before the last and the number of tokens before the last, in the high and the low 32
-    # bits
+    # sorted pairs of the token before the last and the number of tokens before the last, in the high and low 32 bits
     lengths: NDArray[np.int64]
 
 

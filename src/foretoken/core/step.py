@@ -68,8 +68,7 @@ class StepOutput:
     verdict: Verdict  # the verifier's decision
     tokens: tuple[int, ...]  # emitted tokens: the accepted path and the target's token, cut at EOS, stop or max_tokens
     timings: Timings
-    # ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, one of ``acceptance_run.KINDS``, or None for an unfinished
-    # sequence
+    # ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, one of ``acceptance_run.KINDS``, or None if it is unfinished
     finish_reason: str | None = None
     budget: int = 0  # number of draft tokens that the proposer was asked for
     # kind of an improbable run of acceptance that became long in this step, one of ``acceptance_run.KINDS``

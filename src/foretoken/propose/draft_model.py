@@ -223,8 +223,7 @@ class ParallelDraftModel(DraftModel):
 class DraftMethodConfig(DraftModelConfig):
     """Keys of the method "draft_model"."""
 
-    # whether the draft predicts all positions in one pass; none: if its config.json names the mask token of such a
-    # draft
+    # whether the draft predicts all positions in one pass; none: if its config.json names the mask token of one
     parallel_drafting: bool | None = None
 
 

@@ -126,8 +126,7 @@ class Architecture:
     # whether norms after mixers and MLPs norm the residual stream (BART); otherwise the addition to it
     norm_sums: bool = False
     relative: RelativeBuckets | None = None  # T5's relative positions; None for none
-    # sizes of latent attention, in which ``head_dim`` is the width of the one key of all heads; None if attention is
-    # not latent
+    # sizes of latent attention, in which ``head_dim`` is the width of the only key; None for other attention
     latent: LatentAttention | None = None
     unit_values: bool = False  # whether each head of values is normed, without weights (Gemma 4)
     layer_inputs: LayerInputs | None = None  # inputs of single layers beside the residual stream; None for none

@@ -69,8 +69,7 @@ class Experts:
     scaled_inputs: bool = False  # whether a weight multiplies the expert's input instead of its output (Llama 4)
     inputs_first: bool = False  # whether stacks of experts are stored as [experts, in, out]
     gated: bool = True  # whether experts and the shared expert are gated MLPs; otherwise down(activation(up))
-    # bound of gate and up in gpt-oss's activation, ``(up + 1) * gate * sigmoid(slope * gate)``; 0 for activation(gate)
-    # * up
+    # bound of gate and up in gpt-oss's ``(up + 1) * gate * sigmoid(slope * gate)``; 0 for activation(gate) * up
     clamp: float = 0.0
     slope: float = 1.0  # see ``clamp``
     names: ExpertNames = field(default_factory=ExpertNames)  # names of the tensors
