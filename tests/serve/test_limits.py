@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPResponse
 
 import httpx
 import pytest
@@ -92,13 +93,16 @@ def test_connections_without_a_whole_head_are_closed(limited, beginning, monkeyp
 
 def test_a_trickle_behind_an_answer_does_not_keep_the_connection(limited, monkeypatch):
     """The next request's head has a limit of time as the first one's has; a whole request in time is answered."""
-    monkeypatch.setattr(HttpProtocol, "head_seconds", 1.5)
-    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    ask, complete, answered = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", HttpProtocol.on_response_complete, []
+    monkeypatch.setattr(HttpProtocol, "on_response_complete", lambda self: answered.append(complete(self)))
     with connected(limited) as connection:
-        for _ in range(3):
+        for number, seconds in enumerate((PATIENCE, PATIENCE, 0.3), 1):
+            monkeypatch.setattr(HttpProtocol, "head_seconds", seconds)  # from the end of the answer on
             connection.sendall(ask)
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
-            time.sleep(0.2)
+            with HTTPResponse(connection) as answer:  # its head and its body may come in two parts
+                answer.begin()
+                assert answer.status == 200 and answer.read()
+            limited.until(lambda number=number: len(answered) == number)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             _trickle(connection, ask * 4)
 
