@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,28 @@ def begin_no_update(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive, "config", replace(adaptive.config, every=adaptive.config.buffer))
 
 
+@contextmanager
+def updates_within_steps(llm: LLM) -> Iterator[None]:
+    """Finishes each update before the next step, so that what is learned from does not depend on the machine."""
+    adaptive = proposer(llm)
+
+    def observe(*observed: Any) -> None:
+        Adaptive.observe(adaptive, *observed)
+        adaptive.wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive, "observe", observe)
+        yield
+
+
 @pytest.fixture(scope="module")
 def taught(tiny_pair: Any) -> LLM:
     """A pair that has nothing in common, after some text."""
     llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", adapt=FAST)
-    for seed in range(6):
-        llm.generate(PROMPTS, [SamplingParams(max_tokens=48, seed=seed * 100 + i, ignore_eos=True) for i in range(16)])
-        proposer(llm).wait()
+    with updates_within_steps(llm):
+        for seed in range(6):
+            seeds = range(seed * 100, seed * 100 + 16)
+            llm.generate(PROMPTS, [SamplingParams(max_tokens=48, seed=each, ignore_eos=True) for each in seeds])
     return llm
 
 
@@ -170,10 +187,10 @@ def head_pair(tiny_pair: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple
 @pytest.fixture(scope="module")
 def taught_head(head_pair: tuple[Path, Path]) -> LLM:
     llm = LLM(*head_pair, dtype="float32", speculative_config={**CHAIN, "adapt": HEAD_FAST})
-    for number in range(5):
-        prompts = [f"# {number} {i}\n{prompt}" for i, prompt in enumerate(PROMPTS)]
-        llm.generate(prompts, SamplingParams(max_tokens=48, temperature=0, ignore_eos=True))
-        proposer(llm).wait()
+    with updates_within_steps(llm):
+        for number in range(5):
+            prompts = [f"# {number} {i}\n{prompt}" for i, prompt in enumerate(PROMPTS)]
+            llm.generate(prompts, SamplingParams(max_tokens=48, temperature=0, ignore_eos=True))
     return llm
 
 
