@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
@@ -186,10 +186,9 @@ def batches(each, rank):  # type: ignore[no-untyped-def]
 @pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one_with_both_their_batches(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's, at a port that is free
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", WORK, str(tmp_path)],
@@ -198,7 +197,7 @@ def test_two_processes_take_the_steps_of_one_with_both_their_batches(tmp_path: P
         )
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=120)[1].decode() for process in started]
+    errors = [process.communicate(timeout=600)[1].decode() for process in started]
     assert [process.returncode for process in started] == [0, 0], errors[0][-800:]
     assert "step 3" in errors[0]
     assert "step 3" not in errors[1]
