@@ -220,6 +220,8 @@ def test_a_replica_is_killed_under_load(server: Distant, spare: LLM) -> None:
 async def _load(server: Distant, bodies: list[dict[str, Any]]) -> list[str]:
     """Ask all at once, and kill the replica that has begun a stream."""
     begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    named = ray.util.list_named_actors(all_namespaces=True)
+    actors = {a["name"].rpartition("#")[2]: ray.get_actor(a["name"], namespace=a["namespace"]) for a in named}
 
     async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
         async with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
@@ -236,7 +238,5 @@ async def _load(server: Distant, bodies: list[dict[str, Any]]) -> list[str]:
 
     async with httpx.AsyncClient(timeout=PATIENCE, limits=httpx.Limits(max_connections=None)) as client:
         asking = [asyncio.create_task(ask(client, body)) for body in bodies]
-        name = await begun
-        actor = next(a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].endswith(f"#{name}"))
-        ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+        ray.kill(actors[await begun])
         return await asyncio.gather(*asking)
