@@ -24,6 +24,7 @@ TURNS = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
 WAIT = 120_000  # milliseconds, on a busy machine
 expect = sync_api.expect
+expect.set_options(timeout=WAIT)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ class Sight:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", self._asked)
         self.page.goto(site)
-        expect(self.page.locator("#method option").first).to_be_attached(timeout=WAIT)
+        expect(self.page.locator("#method option").first).to_be_attached()
 
     def _asked(self, request: Any) -> None:
         self.addresses.append(request.url)
@@ -71,7 +72,7 @@ class Sight:
         for name, value in {"max-tokens": 40, "depth": 4, **fields}.items():
             self.page.fill(f"#{name}", str(value))
         self.page.click("#go")
-        expect(self.page.locator("#result")).to_be_visible(timeout=WAIT)
+        expect(self.page.locator("#result")).to_be_visible()
 
     def text(self, lane: str) -> str:
         """The lane's text without the prompt and without what is struck out."""
@@ -128,7 +129,7 @@ def test_two_lanes_race_and_are_replayed_on_one_clock(sight):
     page.fill("#max-tokens", "48")
     page.fill("#depth", "4")
     page.press("#prompt", "Control+Enter")
-    expect(page.locator("#status")).to_contain_text("Both recordings on one clock", timeout=WAIT)
+    expect(page.locator("#status")).to_contain_text("Both recordings on one clock")
     expect(page.locator("#speculative[data-state=running] .token").first).to_be_visible()
     page.keyboard.press("Escape")  # enough: what is left comes at once
     expect(page.locator("#same")).to_contain_text("identical")
@@ -148,9 +149,9 @@ def test_two_lanes_race_and_are_replayed_on_one_clock(sight):
 
 def test_the_server_is_followed_live(sight):
     live = sight.page.locator("#live")
-    expect(live).to_be_visible(timeout=WAIT)
+    expect(live).to_be_visible()
     sight.race()
-    expect(live).to_contain_text("% of drafted tokens accepted", timeout=WAIT)
+    expect(live).to_contain_text("% of drafted tokens accepted")
     expect(live).to_contain_text("draft_model since the server began")
 
 
@@ -231,9 +232,9 @@ def test_both_at_once(sight):
 
 def test_escape_stops_a_race(sight):
     page = sight.page
-    page.fill("#max-tokens", "400")
+    page.fill("#max-tokens", "4000")
     page.click("#go")
-    expect(page.locator("#speculative-text .token").nth(5)).to_be_attached(timeout=WAIT)
+    expect(page.locator("#speculative-text .token").nth(5)).to_be_attached()
     page.keyboard.press("Escape")
     expect(page.locator("#status")).to_have_text("Stopped.")
     expect(page.locator("#go")).to_have_text("Race")
@@ -280,7 +281,7 @@ def turn(seen: Sight, message: str | None, **fields: Any) -> list[dict[str, Any]
         seen.page.fill("#prompt", message)
     seen.page.evaluate("document.getElementById('result').hidden = true")  # that of the turn before
     seen.page.click("#go" if message is not None else "#again")
-    expect(seen.page.locator("#result")).to_be_visible(timeout=WAIT)
+    expect(seen.page.locator("#result")).to_be_visible()
     return [body for body in seen.bodies[before:] if body["max_tokens"] != 1]
 
 
@@ -320,10 +321,10 @@ def test_a_chat_model_is_raced_in_a_conversation(talk):
 def test_a_turn_that_was_stopped_or_refused_is_no_part_of_the_conversation(talk):
     page = talk.page
     turn(talk, "One?")
-    page.fill("#max-tokens", "400")
+    page.fill("#max-tokens", "4000")
     page.fill("#prompt", "Stopped?")
     page.click("#go")
-    expect(page.locator("#speculative-text .token").nth(3)).to_be_attached(timeout=WAIT)
+    expect(page.locator("#speculative-text .token").nth(3)).to_be_attached()
     page.keyboard.press("Escape")
     expect(page.locator("#status")).to_have_text("Stopped.")
     assert page.input_value("#prompt") == "Stopped?"
