@@ -135,10 +135,7 @@ def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monke
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [
-        f"--policy --depth 2 --hot 1.5 --crowd 2 {NGRAM}",
-        f"--part editing --decode-only --dtype float32 {NGRAM}",
-    ],
+    [f"--policy --depth 2 --hot 1.5 --crowd 2 {NGRAM}", f"--part editing --decode-only --dtype float32 {NGRAM}"],
 )
 def test_the_policy_and_single_parts_of_a_stream_are_measured(words):
     short = f"--target {zoo.path('draft')} --count 1 --tokens 8 --repeats 1"

@@ -53,10 +53,7 @@ COMMANDS = {
     "train early-exit": ("early-exit", f"{HEADS} --exit-layer 1"),
     "train dflash": ("dflash", f"{HEADS} --block 3 --layers 1 --taps 1,2 --intermediate 16 --anchors 2"),
     "train jetspec": ("jetspec", f"{HEADS} --block 3 --layers 1 --taps 1,2 --intermediate 16 --anchors 2"),
-    "train dspark": (
-        "dspark",
-        f"{HEADS} --block 3 --layers 1 --taps 1,2 --intermediate 16 --anchors 2",
-    ),
+    "train dspark": ("dspark", f"{HEADS} --block 3 --layers 1 --taps 1,2 --intermediate 16 --anchors 2"),
     "convert": ("eagle3", "--to speculators"),
     "quantize": ("model", "--scheme int8"),
     "widen": ("model", WIDE),

@@ -11,10 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foretoken import LLM, SamplingParams
 from foretoken.core.native import sampling as native
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(native.kernels() is None, reason="there are no compiled kernels"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.kernels() is None, reason="there are no compiled kernels")]
 # They allocate, or give a tensor another shape or type that it has already.
 PASSING_ON = {
     *("alias", "detach", "empty", "index", "lift_fresh", "resolve_conj", "resolve_neg", "select", "slice"),

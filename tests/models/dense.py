@@ -176,10 +176,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("olmo", {**GROUPED, "clip_qkv": 1.0}),
     "olmo2": ("olmo2", GROUPED),
     "olmo3": ("olmo3", {**FOUR, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN_ROPE}}),
-    "opt": (
-        "opt",
-        {**FALCON, "ffn_dim": 48, "word_embed_proj_dim": 64, "pad_token_id": 1},
-    ),
+    "opt": ("opt", {**FALCON, "ffn_dim": 48, "word_embed_proj_dim": 64, "pad_token_id": 1}),
     "persimmon": ("persimmon", PLAIN),
     "phi": ("phi", {**GROUPED, "qk_layernorm": True}),
     "phi, no norms of heads": ("phi", GROUPED),

@@ -52,10 +52,7 @@ def compiled(tools: Toolchain, folder: Path, main: str = "cases.cpp", optimize: 
 def output(level: cpu.Level, tools: Toolchain | None = None, emulator: Sequence[str] = ()) -> str:
     """Returns the cases' output with kernels of a level. ``tools``, ``emulator``: None and () for this machine."""
     own = tools or build.toolchain()
-    products = [
-        PRODUCTS,
-        *((SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={kind:d}",)) for kind in KINDS),
-    ]
+    products = [PRODUCTS, *((SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={kind:d}",)) for kind in KINDS)]
     libraries = (
         build.linked("pool", [(build.SHARED / "pool.cpp", ())], build.ANY, tools=tools),
         build.linked("cases", [(HERE.parent / "core" / "pool_cases.cpp", ())], build.ANY, tools=tools),

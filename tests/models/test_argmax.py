@@ -22,12 +22,7 @@ from .plain import text
 from .tiny import ARCHITECTURES, only_runner
 
 HIDDEN, VOCAB = 64, 331  # the last unit of 32 outputs is padded
-DRAFTS = [
-    Draft.empty(),
-    Draft.chain([5, 6, 7]),
-    Draft.tree([5, 6, 7, 8], (-1, 0, 0, 1)),
-    Draft.chain([9] * 40),
-]
+DRAFTS = [Draft.empty(), Draft.chain([5, 6, 7]), Draft.tree([5, 6, 7, 8], (-1, 0, 0, 1)), Draft.chain([9] * 40)]
 
 
 @pytest.fixture(autouse=True, params=[1, 2, 3])

@@ -145,10 +145,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         lambda tensors, settings: [tensors.pop(name) for name in list(tensors) if name.endswith("_inv")],
         "fp8 without scales",
     ),
-    "infinite": (
-        lambda tensors, settings: tensors[f"{NAME}_scale_inv"].fill_(torch.inf),
-        "NaN or infinite numbers",
-    ),
+    "infinite": (lambda tensors, settings: tensors[f"{NAME}_scale_inv"].fill_(torch.inf), "NaN or infinite numbers"),
     "fp4": (lambda tensors, settings: settings.update(expert_dtype="fp4"), "experts of fp4"),
     "no block": (lambda tensors, settings: settings.update(weight_block_size=[0, 16]), "weight_block_size"),
     "one size": (lambda tensors, settings: settings.update(weight_block_size=[16]), r"blocks of \[16\]"),

@@ -64,10 +64,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "long array of strings": (header(keys=1) + array(STRING, 2**61) + PAD, "beyond the end"),
     "array of arrays": (header(keys=1) + array(ARRAY, 1) + array(ARRAY, 1)[11:] + PAD, "array of arrays"),
     "a key twice": (header(keys=2) + 2 * (text(b"a") + U32.pack(UINT32) + U32.pack(1)) + PAD, "twice"),
-    "alignment": (
-        header(keys=1) + text(b"general.alignment") + U32.pack(UINT32) + U32.pack(3) + PAD,
-        "power of two",
-    ),
+    "alignment": (header(keys=1) + text(b"general.alignment") + U32.pack(UINT32) + U32.pack(3) + PAD, "power of two"),
     "dimensions": (header(1) + tensor(b"t", (1,) * 5, 0, 0) + PAD, "5 dimensions"),
     "no dimensions": (header(1) + tensor(b"t", (), 0, 0) + PAD, "0 dimensions"),
     "empty dimension": (header(1) + tensor(b"t", (4, 0), 0, 0) + PAD, "the shape"),

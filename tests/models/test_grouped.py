@@ -155,8 +155,7 @@ def test_quantized_groups_are_near_the_weight(group: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, scheme",
-    [("int8", Quantizer(8)), ("int4", Quantizer(4, 32)), ("int4-g64", Quantizer(4, 64)), (None, None)],
+    "name, scheme", [("int8", Quantizer(8)), ("int4", Quantizer(4, 32)), ("int4-g64", Quantizer(4, 64)), (None, None)]
 )
 def test_schemes_by_name(name: str | None, scheme: Quantizer | None) -> None:
     assert Quantizer.of(name) == scheme

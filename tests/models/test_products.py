@@ -86,10 +86,7 @@ def level(request: pytest.FixtureRequest) -> str:
 
 def products(packed: Packed, name: str) -> Callable[[Tensor], Tensor]:
     """Returns a function that multiplies rows [n, INPUTS] by a packed matrix."""
-    parts = [
-        PRODUCTS,
-        (SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={packed.matrix.kind}",)),
-    ]
+    parts = [PRODUCTS, (SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={packed.matrix.kind}",))]
     chosen = next(each for each in cpu.LEVELS if each.name == name)
     library = ctypes.CDLL(str(build.linked("products", parts, chosen)))
 

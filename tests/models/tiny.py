@@ -293,12 +293,7 @@ ARCHITECTURES: dict[str, Tiny] = {
         native=True,
         torch=False,
     ),
-    "bamba": Tiny(
-        "Bamba",
-        {**MAMBA, "attn_layer_indices": [1]},
-        native=True,
-        torch=False,
-    ),
+    "bamba": Tiny("Bamba", {**MAMBA, "attn_layer_indices": [1]}, native=True, torch=False),
     "granite-hybrid": Tiny(
         "GraniteMoeHybrid",
         {
@@ -362,9 +357,7 @@ ARCHITECTURES: dict[str, Tiny] = {
     "mixtral": Tiny("Mixtral", {**GROUPED, "num_local_experts": 5, "sliding_window": 6}, native=True),
     "olmoe": Tiny("Olmoe", {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.5}, native=True),
     "granitemoe": Tiny(
-        "GraniteMoe",
-        {**GROUPED, **GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2},
-        native=True,
+        "GraniteMoe", {**GROUPED, **GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2}, native=True
     ),
     "granitemoeshared": Tiny(
         "GraniteMoeShared", {**GROUPED, **GRANITE, "num_local_experts": 6, "shared_intermediate_size": 40}, native=True

@@ -214,12 +214,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.script = [
-            {0: 1},
-            {0: 3, 1: 1},
-            {0: 4, 1: 4},
-            {1: 5},
-        ]
+        self.script = [{0: 1}, {0: 3, 1: 1}, {0: 4, 1: 4}, {1: 5}]
 
     def add_request(self, name: str, prompt: object, params: object) -> None:
         self.names.append(name)

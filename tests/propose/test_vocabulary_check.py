@@ -17,13 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.formats.checkpoint import (
-    load_config,
-    load_tokenizer,
-    open_weights,
-    resolve,
-    vocabulary_size,
-)
+from foretoken.models.formats.checkpoint import load_config, load_tokenizer, open_weights, resolve, vocabulary_size
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.quantize.run import quantize_checkpoint
 
@@ -152,8 +146,7 @@ PROMPTS = ["The three largest cities of France are", "def add(a, b):\n    return
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    "target, draft",
-    [("smollm2", "bundled"), ("bundled", "smollm2"), ("smollm2", "gemma3"), ("gemma3", "smollm2")],
+    "target, draft", [("smollm2", "bundled"), ("bundled", "smollm2"), ("smollm2", "gemma3"), ("gemma3", "smollm2")]
 )
 def test_real_pairs_need_the_method_vocabulary(target: str, draft: str) -> None:
     paths = [zoo.path("draft") if name == "bundled" else real_model(name) for name in (target, draft)]

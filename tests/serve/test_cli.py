@@ -79,14 +79,7 @@ def test_without_the_extra() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, size",
-    [
-        ("2GiB", 2**31),
-        ("512MB", 2**29),
-        ("1k", 1024),
-        ("1.5 g", 3 * 2**29),
-        ("1000", 1000),
-    ],
+    "text, size", [("2GiB", 2**31), ("512MB", 2**29), ("1k", 1024), ("1.5 g", 3 * 2**29), ("1000", 1000)]
 )
 def test_sizes_have_units_that_are_powers_of_1024(text: str, size: int) -> None:
     assert size_in_bytes("--kv-cache-memory-bytes", text) == size

@@ -84,10 +84,7 @@ def test_waiting_for_a_grammar_has_an_end(server: Running, monkeypatch: pytest.M
 def test_deep_nesting_inside_of_strings_is_refused(server: Running) -> None:
     """The body itself is not."""
     user = {"role": "user", "content": "x"}
-    for more in (
-        {"guided_json": '{"items":' * 500 + "{}" + "}" * 500},
-        {"guided_json": '{"items":' * 50_000},
-    ):
+    for more in ({"guided_json": '{"items":' * 500 + "{}" + "}" * 500}, {"guided_json": '{"items":' * 50_000}):
         answer = server.post({"messages": [user], "max_tokens": 2, **more}, "chat/completions")
         message = answer.json()["error"]["message"]
         assert answer.status_code == 400 and re.search("nested too deeply|maximum recursion depth", message)

@@ -235,10 +235,7 @@ def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "body, again, words",
-    [
-        ({}, [], "with a seed"),
-        ({"seed": 1}, [[start(), part(completion(0, "xy")), END]], "another text"),
-    ],
+    [({}, [], "with a seed"), ({"seed": 1}, [[start(), part(completion(0, "xy")), END]], "another text")],
 )
 def test_a_stream_that_cannot_go_on_says_so(body: dict[str, Any], again: list[Any], words: str) -> None:
     answer, front = asked(Scripted(BEGUN, *again), {"prompt": "x", "stream": True, **body})

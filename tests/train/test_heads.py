@@ -382,11 +382,7 @@ def test_patience_ends_a_run_with_its_best_weights(target, corpus, tmp_path, mon
 
 
 def test_progress_shows_tokens_speed_time_left_and_held_out_tokens_per_pass(
-    target: Path,
-    corpus: Corpus,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reporting, "PLAIN_SECONDS", 0.0)
     data, config = replace(DATA, windows=200), replace(CONFIG, window=64, evaluate_every_seconds=0.0)

@@ -138,12 +138,7 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
 
 
 def drafts(
-    folder: Path,
-    config: dict[str, Any],
-    head: str,
-    at_once: bool,
-    runner: AbstractContextManager[Any],
-    *more: Request,
+    folder: Path, config: dict[str, Any], head: str, at_once: bool, runner: AbstractContextManager[Any], *more: Request
 ) -> list[Draft]:
     """Two steps of a batch, with texts of several lengths, budgets and ways to draw."""
     with runner:

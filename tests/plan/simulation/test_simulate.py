@@ -8,13 +8,7 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.simulator import pays, simulate, sweep
-from foretoken.plan.strategies import (
-    STRATEGIES,
-    Setting,
-    best_window,
-    sequential_seconds,
-    servers_needed,
-)
+from foretoken.plan.strategies import STRATEGIES, Setting, best_window, sequential_seconds, servers_needed
 
 TARGET = 0.030
 
