@@ -25,26 +25,21 @@ PROMPT = "def read_lines(path):"
 
 
 @pytest.fixture(scope="module")
-def url(preloaded_launcher: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def port() -> Iterator[int]:
+    """A port that the service may listen on and that no other process is given."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def url(port: int, preloaded_launcher: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of the service."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("bentoml")
     environment = os.environ | {"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(folder)}
-    command = [
-        str(preloaded_launcher),
-        "-m",
-        "bentoml",
-        "serve",
-        f"{SERVICE.stem}:Foretoken",
-        "--working-dir",
-        str(SERVICE.parent),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    command = [str(preloaded_launcher), "-m", "bentoml", "serve", f"{SERVICE.stem}:Foretoken"]
+    command += ["--working-dir", str(SERVICE.parent), "--host", "127.0.0.1", "--port", str(port)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
