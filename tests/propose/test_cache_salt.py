@@ -122,13 +122,7 @@ def test_one_batch_may_mix_scopes() -> None:
 class Opened(ToyModel):
     """Remembers the salts of the sequences that it opened."""
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        source: Sequence[int] = (),
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-    ) -> Handle:
+    def open(self, prompt: Any, source: Any = (), cache_salt: str | None = None, *more: Any) -> Handle:
         self.salts = [*getattr(self, "salts", []), cache_salt]
         return super().open(prompt, source)
 

@@ -222,10 +222,7 @@ def test_heads_of_another_target_are_refused(tiny_pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [1, 3, "parallel"])
 @pytest.mark.slow
 def test_heads_in_the_targets_folder_are_found_and_change_nothing(version, tiny_pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    target = tmp_path / "target"
-    target.mkdir()
-    for file in tiny_pair.target.iterdir():
-        (target / file.name).symlink_to(file)
+    target = tiny.linked(tiny_pair.target, tmp_path / "target")
     plain = LLM(target, dtype="float32")
     written = (
         tiny.eagle1(vocab=plain.target.vocab_size)

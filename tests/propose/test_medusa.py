@@ -142,10 +142,7 @@ KINDS: dict[str, Callable[..., tuple[dict[str, object], tiny.Tensors]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_heads_in_the_targets_folder_are_found_and_change_nothing(kind, tiny_pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    target = tmp_path / "target"
-    target.mkdir()
-    for file in tiny_pair.target.iterdir():
-        (target / file.name).symlink_to(file)
+    target = tiny.linked(tiny_pair.target, tmp_path / "target")
     plain = LLM(target, dtype="float32")
     tiny.save(target / "heads" / kind, *KINDS[kind](vocab=plain.target.vocab_size))
     llm = LLM(target, dtype="float32", speculative_config={"method": kind, "num_speculative_tokens": 6, "top_k": 3})

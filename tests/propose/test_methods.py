@@ -60,10 +60,7 @@ def test_heads_named_as_a_draft_model_are_refused_with_their_method(tiny_pair: A
 
 
 def test_heads_in_the_targets_folder_draft_unless_they_do_not_fit(tiny_pair, tmp_path, caplog):
-    folder = tmp_path / "target"
-    folder.mkdir()
-    for file in tiny_pair.target.iterdir():
-        (folder / file.name).symlink_to(file)
+    folder = tiny.linked(tiny_pair.target, tmp_path / "target")
     plain = LLM(folder, dtype="float32")
     assert plain.methods == ("auto",)
     (folder / "heads").mkdir()

@@ -212,10 +212,8 @@ def test_what_the_target_cannot_take_is_not_measured(tmp_path: Path) -> None:
 
 def shipped(tiny_pair: Any, folder: Path) -> Path:
     """The tiny pair's target with an MTP layer of MiMo's names, in which its family is irrelevant."""
-    folder.mkdir()
-    for file in tiny_pair.target.iterdir():
-        if file.name != "model.safetensors":
-            (folder / file.name).symlink_to(file)
+    tiny.linked(tiny_pair.target, folder)
+    (folder / "model.safetensors").unlink()
     tensors = load_file(tiny_pair.target / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     width, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."

@@ -1,6 +1,5 @@
 """Models whose use a test can observe."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from foretoken.models.base import Handle
@@ -14,14 +13,8 @@ class TrackedToy(ToyModel):
         super().__init__(*args, **keys)
         self.open_slots: set[int] = set()
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        source: Sequence[int] = (),
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-    ) -> Handle:
-        handle = super().open(prompt, source, cache_salt)
+    def open(self, *given: Any, **named: Any) -> Handle:
+        handle = super().open(*given, **named)
         self.open_slots.add(handle.slot)
         return handle
 

@@ -34,11 +34,7 @@ TARGET = "Qwen3-8B"  # the folder of a tiny model
 @pytest.fixture
 def target(tiny_pair: Any, tmp_path: Path) -> Path:
     """A tiny model in a folder with the name of a published one."""
-    folder = tmp_path / TARGET
-    folder.mkdir()
-    for file in tiny_pair.target.iterdir():
-        (folder / file.name).symlink_to(file)
-    return folder
+    return tiny.linked(tiny_pair.target, tmp_path / TARGET)
 
 
 @pytest.fixture

@@ -18,6 +18,14 @@ def save(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     return path
 
 
+def linked(source: Path, folder: Path) -> Path:
+    """Makes ``folder`` with links to a model's files."""
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
 def eagle3(
     *,
     hidden: int = 64,
