@@ -39,6 +39,7 @@ def test_the_readmes_call(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0}, {"seed": 3}, {"seed": 3, "top_p": 0.9, "repetition_penalty": 1.2}]
 )
+@pytest.mark.slow
 def test_one_text_per_seed_for_every_draft_proposer_and_batch(llm: LLM, any_pair: Any, params: dict[str, Any]) -> None:
     plain = texts(llm, speculative_tokens=0, **params)
     for depth in (1, 4, 8):

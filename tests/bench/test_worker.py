@@ -73,6 +73,7 @@ def test_failures_are_one_line_and_what_can_answer_goes_on(tmp_path):
 
 
 @linux
+@pytest.mark.slow
 def test_a_killed_race_leaves_no_sleeper(tmp_path):
     code = (
         "import sys, time\n"

@@ -223,6 +223,7 @@ def test_shift_follows_a_draft_that_learns():
     assert "updates" in call("shift", ["--to", "prose", "--blocks", "1", "--requests", "2", "--max-tokens", "16"])
 
 
+@pytest.mark.slow
 def test_families_says_which_runtime_serves_a_family():
     families = importlib.import_module("families")
     assert families.family("llama", "LlamaForCausalLM").runtime == "own"

@@ -109,6 +109,7 @@ def test_a_port_in_use() -> None:
 
 
 @pytest.mark.parametrize("environment", [{"PYTHONUTF8": "1"}, {"PYTHONIOENCODING": "utf-8:strict"}, {"LC_ALL": "C"}])
+@pytest.mark.slow
 def test_standard_input_that_is_no_text(environment: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "foretoken", "generate", "-"],

@@ -43,6 +43,7 @@ def ratios(pair: str, machine: Machine) -> list[float]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.slow
 def test_the_policy_is_near_the_best_constant_length_of_each_stream(setting: str) -> None:
     found = ratios(*SETTINGS[setting])
     assert min(found) > SHORT and median(found) > USUAL
@@ -60,6 +61,7 @@ def test_the_policy_is_never_slower_than_plain_decoding(setting: str, kind: str,
     ("setting", "gain"),
     [("SmolLM2", 1.04), ("SmolLM2, 1.2 B", 1.0), ("bundled pair", 1.15), ("bundled pair, 0.74 B", 1.3)],
 )
+@pytest.mark.slow
 def test_a_stream_that_changes_is_faster_than_with_the_best_constant_length(setting: str, gain: float) -> None:
     """The kind of text changes every 200 tokens."""
     pair, machine = SETTINGS[setting]

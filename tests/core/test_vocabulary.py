@@ -67,6 +67,7 @@ def random_law(size: int, rng: random.Random) -> SamplingLaw:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.slow
 def test_kernels_change_logits_as_torch_operators_do(size: int) -> None:
     rng = random.Random(size)
     for _ in range(300 if size < 2000 else 60):

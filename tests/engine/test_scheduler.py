@@ -117,14 +117,8 @@ class Bounded(ToyModel):
         super().__init__(**options)
         self.capacity, self.handles, self.drafted = capacity, [], 0
 
-    def open(
-        self,
-        prompt: Sequence[int],
-        source: Sequence[int] = (),
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-    ) -> Handle:
-        self.handles.append(super().open(prompt, source, cache_salt))
+    def open(self, *given: Any, **named: Any) -> Handle:
+        self.handles.append(super().open(*given, **named))
         return self.handles[-1]
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
@@ -353,6 +347,7 @@ def test_a_bound_that_cannot_hold_one_sequence_is_refused():
         LLM(kv_cache_memory_bytes=2**20)
 
 
+@pytest.mark.slow
 def test_methods_are_chosen_by_request(alone):
     config, methods = {"method": "draft_model"}, ["ngram", "prediction"]
     llm = LLM(dtype="float32", speculative_config=config, methods=methods, max_model_len=512)

@@ -145,6 +145,7 @@ def test_tokens_of_drafts_are_those_of_the_verifier(law: str, exactness: Exactne
 
 
 @pytest.mark.parametrize("exactness", [Exactness.DISTRIBUTION, Exactness.TRAJECTORY])
+@pytest.mark.slow
 def test_threads_share_the_rows_of_one_sequence(exactness: Exactness) -> None:
     target = Float32Toy(vocab_size=70_000, order=1, seed=3, sharpness=5.0)
     law = SamplingLaw(temperature=0.6, presence_penalty=0.4, min_tokens=8, end_ids=(3, 4))

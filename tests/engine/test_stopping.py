@@ -175,6 +175,7 @@ def pieces(tokenizer: Any, ids: list[int], prompt: list[int]) -> list[str]:
 @hundred_examples
 @given(text=st.text(max_size=60))
 @example(text="<|endoftext|>")
+@pytest.mark.slow
 def test_pieces_join_to_the_text(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     got = "".join(pieces(tokenizer, ids, prompt=tokenizer.encode("def f")))

@@ -107,6 +107,7 @@ def allows(grammars: Grammars, kind: str, text: str) -> bool:
         ("gbnf", "a(xyzzy)", "b"),
     ],
 )
+@pytest.mark.slow
 def test_texts_of_a_grammar_are_allowed_and_others_are_not(grammars, kind, good, bad):
     assert allows(grammars, kind, good)
     assert not allows(grammars, kind, bad)
@@ -168,6 +169,7 @@ def test_every_tokenization_is_allowed(grammars):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_mask_is_what_the_matcher_accepts(grammars, kind):
     """Token by token: a mask forbids nothing that could be consumed."""
     probe, text = grammars.new(KINDS[kind], [END]), list[int]()

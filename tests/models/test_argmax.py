@@ -154,6 +154,7 @@ IDS = [5, 9, 3, 77, 20]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2"])
+@pytest.mark.slow
 def test_the_head_alone_gives_the_logits_of_a_pass(name, runner, dtype, quantization, tmp_path):
     with only_runner(runner):
         model = load_model(ARCHITECTURES[name].save(tmp_path), dtype, "cpu", quantization=quantization)

@@ -35,7 +35,7 @@ ALL = NATIVE + [(name, "hf") for name in WRAPPED]
 RECURRENT = [name for name, tiny in ARCHITECTURES.items() if tiny.native and not tiny.torch]
 ON_DEVICES = [name for name, runner in NATIVE if runner == "torch"] + RECURRENT
 ALL += [(name, device) for device in DEVICES for name in ON_DEVICES]
-# All families on the compiled runtime, and on each other runner one of each kind, are tested in seconds.
+# One family of each kind is tested in seconds on every runner.
 QUICK = ("llama", "gemma2", "qwen3.5", "mixtral", "gpt2")
 
 
@@ -104,12 +104,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(
-            each, id="-".join(each), marks=[] if each[1] == "compiled" or each[0] in QUICK else [pytest.mark.slow]
-        )
-        for each in ALL
-    ],
+    params=[pytest.param(each, id="-".join(each), marks=[pytest.mark.slow] * (each[0] not in QUICK)) for each in ALL],
 )
 def pair(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Pair:
     name, runner = request.param

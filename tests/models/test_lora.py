@@ -198,6 +198,7 @@ LAYERS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("architecture", LAYERS)
+@pytest.mark.slow
 def test_other_layers_add_what_is_merged_and_rows_stay_apart(architecture: str, tmp_path: Path) -> None:
     torch.set_num_threads(2)
     path = ARCHITECTURES[architecture].save(tmp_path / "model")

@@ -298,6 +298,7 @@ def test_experts_of_four_bits_are_rounded_again_with_a_warning(tmp_path, caplog)
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_a_real_file_is_rounded_again_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     from tests.real import real_model
 

@@ -338,6 +338,7 @@ def test_values_that_are_not_finite_change_no_other_row(kind: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 700, 1027])
 @pytest.mark.parametrize("numbers", NUMBERS | CACHES)
+@pytest.mark.slow
 def test_stretches_of_keys_change_no_bit(numbers: str, window: int) -> None:
     """Threads share the stretches of a single sequence; those of several sequences are computed one after the other."""
     changes = {"model_type": "mistral", "sliding_window": window} if window else {}

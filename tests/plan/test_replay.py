@@ -70,6 +70,7 @@ def tallies(estimate):
     "proposer", [Lookup, Suffix, lambda: DraftModel(DRAFT), lambda: DraftModel(DRAFT, DraftModelConfig(tree="top_k"))]
 )
 @pytest.mark.parametrize("depth", [1, 4, 7])
+@pytest.mark.slow
 def test_a_greedy_replay_is_the_run(proposer, depth):
     texts = write(TARGET, PROMPTS, GREEDY, LIMIT)
     replay = replay_estimate(TARGET, record(TARGET, texts), proposer(), GREEDY, depth, batch=1)

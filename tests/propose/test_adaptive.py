@@ -20,7 +20,7 @@ from foretoken.propose.adaptive import AdaptConfig, Adaptive, learner_in
 from foretoken.propose.eagle import Eagle
 
 PROMPTS = ["import os\n", "class Stack:\n", "def read(path):\n", "for line in file:\n"] * 4
-FAST = {"every": 300, "buffer": 4000, "window": 64, "steps": 30, "learning_rate": 3e-3, "held_out": 4}
+FAST = {"every": 600, "buffer": 4000, "window": 64, "steps": 30, "learning_rate": 3e-3, "held_out": 4}
 
 
 def proposer(llm: LLM) -> Adaptive:
@@ -80,6 +80,7 @@ def test_requests_with_a_salt_teach_nothing(tiny_pair: Any) -> None:
     assert samples(None) > 0
 
 
+@pytest.mark.slow
 def test_the_text_does_not_depend_on_the_version_of_the_draft(taught: LLM, tiny_pair: Any) -> None:
     params = SamplingParams(max_tokens=40, seed=7, ignore_eos=True)
     plain = LLM(tiny_pair.target, dtype="float32").generate(PROMPTS[:4], params)
@@ -123,6 +124,7 @@ def test_an_update_that_does_worse_is_rolled_back(tiny_pair: Any, monkeypatch: p
     assert all((value == weights[name]).all() for name, value in proposer(llm).student.module.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_buffer_is_bounded(taught: LLM) -> None:
     adaptive = proposer(taught)
     kept = [sample for sample, _ in adaptive.samples]
@@ -171,7 +173,7 @@ def test_only_a_draft_model_adapts(tiny_pair: Any) -> None:
 
 
 CHAIN = {"method": "eagle3", "num_speculative_tokens": 3}
-HEAD_FAST = FAST | {"every": 200, "steps": 10, "batch": 8}
+HEAD_FAST = FAST | {"every": 400, "steps": 10, "batch": 8}
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +196,7 @@ def taught_head(head_pair: tuple[Path, Path]) -> LLM:
     return llm
 
 
+@pytest.mark.slow
 def test_a_head_learns_tokens_that_it_could_not_draft(taught_head: LLM, head_pair: tuple[Path, Path]) -> None:
     history, inner = proposer(taught_head).history, proposer(taught_head).inner
     assert len(history) >= 3 and history[-1].after > 2 * history[0].before
@@ -203,6 +206,7 @@ def test_a_head_learns_tokens_that_it_could_not_draft(taught_head: LLM, head_pai
     assert not set(after.tolist()) <= set(before.tolist())
 
 
+@pytest.mark.slow
 def test_the_text_does_not_depend_on_the_version_of_the_head(taught_head: LLM, head_pair: tuple[Path, Path]) -> None:
     for temperature in (0, 1):
         params = SamplingParams(max_tokens=40, seed=7, temperature=temperature, ignore_eos=True)
@@ -212,6 +216,7 @@ def test_the_text_does_not_depend_on_the_version_of_the_head(taught_head: LLM, h
         assert any(o.stats.drafted for o in adapted)
 
 
+@pytest.mark.slow
 def test_an_adapted_head_can_be_saved(
     taught_head: LLM, head_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

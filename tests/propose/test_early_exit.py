@@ -79,6 +79,7 @@ def test_the_first_layers_are_the_targets(target: Decoder, tmp_path: Path) -> No
     assert torch.allclose(plain.logits, target.unembed(plain.taps[2])[-4:], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_target_is_left_as_it_was(target: Decoder) -> None:
     """Two models over one set of weights, each with slots and positions of its own."""
     text = [i % 300 for i in range(1, 400)]

@@ -52,6 +52,7 @@ def drafter(model: Model, shape: TreeKind = "chain") -> DraftModel:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", ["chain", "ranked"])
 @pytest.mark.parametrize("unknown", [SMALL, LARGE - 1, 2**40])
+@pytest.mark.slow
 def test_a_draft_model_skips_a_sequence_that_it_cannot_read(unknown, shape, temperature, model):
     alone = drafter(model, shape).propose([context(0, KNOWN, temperature)], [4])[0]
     contexts = [context(1, [5, unknown, 6], temperature), context(0, KNOWN, temperature), context(2, [unknown])]

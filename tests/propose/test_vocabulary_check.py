@@ -148,6 +148,7 @@ PROMPTS = ["The three largest cities of France are", "def add(a, b):\n    return
 @pytest.mark.parametrize(
     "target, draft", [("smollm2", "bundled"), ("bundled", "smollm2"), ("smollm2", "gemma3"), ("gemma3", "smollm2")]
 )
+@pytest.mark.slow
 def test_real_pairs_need_the_method_vocabulary(target: str, draft: str) -> None:
     paths = [zoo.path("draft") if name == "bundled" else real_model(name) for name in (target, draft)]
     with pytest.raises(InvalidRequest, match="use the method 'vocabulary'"):

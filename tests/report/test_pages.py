@@ -25,6 +25,7 @@ def test_hostile_titles_and_settings_are_escaped():
     assert root.findtext(".//dd").startswith("</style>")
 
 
+@pytest.mark.slow
 def test_the_page_of_a_plan():
     root = read(plan.page(made_up.plan()))
     text = words(root.find("body"))

@@ -102,6 +102,7 @@ def test_signs_for_blanks():
 
 
 @pytest.mark.parametrize("temperature, tree", [(0.0, "chain"), (1.0, "chain"), (1.0, "top_k"), (1.0, "sampled")])
+@pytest.mark.slow
 def test_steps_of_a_real_pair(tiny_pair, temperature, tree):
     config = {"method": "draft_model", "model": str(tiny_pair.draft), "num_speculative_tokens": 4, "tree": tree}
     llm = LLM(tiny_pair.target, speculative_config=config, dtype="float32")

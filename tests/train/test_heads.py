@@ -78,6 +78,7 @@ def train(
 
 
 @pytest.mark.parametrize("role", list(SETTINGS))
+@pytest.mark.slow
 def test_every_head_is_trained_and_stored(role: str, target: Path, corpus: Corpus, tmp_path: Path) -> None:
     figures = train(role, tmp_path / role, target, corpus)
     assert [f.name for f in tmp_path.iterdir()] == [role]
@@ -247,6 +248,7 @@ class OneDevice(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("role", list(SETTINGS))
+@pytest.mark.slow
 def test_no_operator_of_a_training_step_reads_tensors_of_two_devices(role: str, target: Path) -> None:
     frozen, meta = FrozenTarget(target, torch.device("cpu")), torch.device("meta")
     head = heads.MODULES[role](SETTINGS[role], frozen, torch.ones(frozen.vocab)).to(meta)

@@ -59,6 +59,7 @@ def drawn(net: BlockNet, handle: BlockHandle, path: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("runner", ["compiled", "torch", "graphs"])
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.slow
 def test_the_net_equals_the_published_equations(name, runner, tmp_path, monkeypatch):
     if runner == "graphs":  # as on CUDA, with a stand-in for its graphs
         monkeypatch.setattr(layout, "attention_kernels", lambda: InTorch)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@lru_cache(2)  # for all proposers of one test
 def target(folder: Path, **options: str) -> Model:
     ARCHITECTURES["llama"].build().save_pretrained(folder)
     return load_model(folder, "float32", "cpu", "native", **options)
@@ -66,9 +68,14 @@ def eagle1(folder: Path, config: dict[str, Any], **options: str) -> Eagle:
     )
 
 
-def mtp(folder: Path, config: dict[str, Any], family: str, chained: bool, layers: int = 1, **options: str) -> Mtp:
+@lru_cache(2)
+def mtp_target(folder: Path, family: str, layers: int, **options: str) -> Model:
     MtpReference(MTP_FAMILIES[family], layers).save(folder)
-    net = load_mtp(load_model(folder, "float32", "cpu", "native", **options), None, None, folder, True, chained).net
+    return load_model(folder, "float32", "cpu", "native", **options)
+
+
+def mtp(folder: Path, config: dict[str, Any], family: str, chained: bool, layers: int = 1, **options: str) -> Mtp:
+    net = load_mtp(mtp_target(folder, family, layers, **options), None, None, folder, True, chained).net
     return Mtp(net, (2,), MtpConfig(**config))
 
 
@@ -171,11 +178,20 @@ def two_steps(proposer: HiddenStateProposer, requests: Sequence[Request]) -> lis
     return found
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda head: tmp_path_factory.mktemp("head"))
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("chain", "tree"))) for name in CONFIGS]
+)
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("config", CONFIGS)
-def test_drafts_in_one_call_are_those_of_a_pass_for_each_level(head: str, config: str, tmp_path: Path) -> None:
+def test_drafts_in_one_call_are_those_of_a_pass_for_each_level(
+    head: str, config: str, folders: Callable[[str], Path]
+) -> None:
     once, levels = (
-        drafts(tmp_path, CONFIGS[config], head, at_once, only_runner("compiled"), PENALIZED)
+        drafts(folders(head), CONFIGS[config], head, at_once, only_runner("compiled"), PENALIZED)
         for at_once in (True, False)
     )
     same_drafts(once, levels)

@@ -140,6 +140,7 @@ def test_rows_do_not_depend_on_how_states_are_prefilled(name: str, runner: str, 
 @pytest.mark.parametrize("appended", ["features", "states", "one of each"])
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.slow
 def test_the_net_equals_the_papers_equations(name: str, runner: str, appended: str, tmp_path: Path) -> None:
     config, tensors = HEADS[name]
     unembed = None if "lm_head.weight" in tensors else _random(101, config["hidden_size"])

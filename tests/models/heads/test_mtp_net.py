@@ -25,6 +25,7 @@ RECURRENT = ("qwen3.5", "qwen3-next", "qwen3.5-experts")
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
 @pytest.mark.parametrize("name", MTP_FAMILIES)
 @torch.no_grad()
+@pytest.mark.slow
 def test_logits_equal_the_reference(name: str, runner: str, tmp_path: Path) -> None:
     reference = MtpReference(MTP_FAMILIES[name])
     folder = reference.save(tmp_path)

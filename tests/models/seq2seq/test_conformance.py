@@ -50,6 +50,7 @@ def near(actual: Tensor, expected: Tensor) -> bool:
     return bool((actual - expected).abs().max() < TOLERANCE * max(1.0, float(expected.std())))
 
 
+@pytest.mark.slow
 def test_a_ragged_batch_with_trees_equals_transformers(pair: Pair) -> None:
     texts = ([0, 4, 5], [0], [0, *range(30, 75)], [0, 8])
     handles = [pair.model.open(text, source) for text, source in zip(texts, SOURCES, strict=True)]
