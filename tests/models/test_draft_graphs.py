@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models.graphed import on_graphs
+from tests.models.heads import blocks, tiny
 from tests.models.heads.test_drafts_at_once import CONFIGS, drafts, same_drafts
 from tests.models.heads.test_drafts_at_once import HEADS as HEADS_BY_NAME
 from tests.models.plain import text
@@ -30,6 +31,8 @@ from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
+from foretoken.models.heads.block import read_block
+from foretoken.models.heads.block_net import BlockNet
 from foretoken.models.loading import load_model
 from foretoken.models.runners.cuda import runner
 from foretoken.models.runners.cuda.runner import CudaRunner
@@ -254,6 +257,19 @@ def test_captured_drafts_never_need_the_host(family: str, requests: list[ChainRe
         ids = torch.arange(0, VOCAB, 2, dtype=torch.int32)
         for vocabulary in (DraftVocabulary(VOCAB, VOCAB), DraftVocabulary(len(ids), VOCAB, ids)):
             assert len(graphed.chains(rows, requests, vocabulary)) == 2
+
+
+def test_captured_blocks_never_need_the_host(tmp_path: Path) -> None:
+    """Rows whose keys and values are injected share the graph of the block."""
+    head = read_block(tiny.save(tmp_path, *blocks.dspark(rank=32, block=6)))
+    with on_graphs(Blank):
+        net = BlockNet(head, torch.zeros(VOCAB, 64), torch.float16, META, 512)
+        handles = [net.open(), net.open()]
+        for requests in (CAPTURED["greedy"], CAPTURED["trees"]):
+            for handle, rows in zip(handles, (9, 2), strict=True):
+                net.extend(handle, text(rows, 1), torch.empty(rows, 64, dtype=torch.float16, device=META))
+            assert len(net.chains(handles, requests, VOCAB)) == 2
+            assert not any(handle.pending for handle in handles)
 
 
 def test_other_models_draft_level_by_level(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_head_with_a_mask_drafts_all_levels_from_marginals(tmp_path: Path) -> 
     proposer.observe([c], [seen((3,), Draft.empty(), (), 0, 2)])
     draft = proposer.propose([c], [4])[0]
     assert isinstance(draft.law, Sampled) and len(draft) == 4
-    fed = torch.cat([features(proposer, [0, 1]), net.mask_feature().expand(3, -1)])
+    fed = torch.cat([features(proposer, [0, 1]), net.mask_row().features.expand(3, -1)])
     logits = net.to_target(net.teacher_forced([2, 3, 7, 7, 7], fed)[1:])
     expected = c.law.probs(logits, [c.history()] * 4)
     torch.testing.assert_close(draft.law.probs, expected, rtol=1e-4, atol=1e-5)

@@ -156,7 +156,8 @@ def test_a_trained_p_eagle_head_drafts_as_it_was_trained(target: Path, corpus: C
         handle = loaded.net.open()
         loaded.net.extend(handle, ids[1 : row + 2], features[: row + 1])
         masks = [Draft.chain([stored.mask_token] * 2)]
-        (logits,) = loaded.net.look_ahead([handle], masks, loaded.net.mask_feature())
+        loaded.net.mask = loaded.net.mask_row()
+        (logits,) = loaded.net.look_ahead([handle], masks)
         for depth in range(3):
             torch.testing.assert_close(logits[depth], expected[depth][0, row // 4], rtol=1e-3, atol=1e-3)
 

@@ -65,7 +65,7 @@ def test_a_widened_p_eagle_head_has_the_mask_feature_of_the_narrow_one(folders, 
     widen_head(head, *folders)
     nets = [load_eagle(t, None, m, f).net for t, f, m in zip(targets, folders, (head, None), strict=True)]
     assert [net.head.mask_token for net in nets] == [5, 5]
-    torch.testing.assert_close(*(net.mask_feature() for net in nets), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*(net.mask_row().features for net in nets), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["dflash", "jetspec", "dspark"])

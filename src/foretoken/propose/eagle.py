@@ -40,17 +40,16 @@ class ParallelEagle(Eagle):
     """Drafts all levels in one pass (P-EAGLE): mask tokens with a learned feature stand for those not drafted yet."""
 
     def __init__(self, net: EagleNet, taps: Sequence[int], config: EagleConfig | None = None) -> None:
-        assert net.head.mask_token is not None
-        self._mask = net.mask = net.head.mask_token, net.mask_feature()
+        net.mask = net.mask_row()
         net.foresees = True
         super().__init__(net, taps, config)
 
     def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> list[Draft]:
         if (drafted := draft_at_once(self.net, active, self.net.vocab_size)) is not None:
             return drafted
-        token, feature = self._mask
-        masks = [Draft.chain([token] * (depth - 1)) for depth in levels]
-        rows = self.net.look_ahead([handle for handle, _ in active], masks, feature)
+        assert self.net.mask is not None
+        masks = [Draft.chain([self.net.mask.token] * (depth - 1)) for depth in levels]
+        rows = self.net.look_ahead([handle for handle, _ in active], masks)
         for (_, grower), logits in zip(active, rows, strict=True):
             grow_at_once(grower, logits)
         return [grower.draft() for _, grower in active]

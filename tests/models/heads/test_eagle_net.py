@@ -204,14 +204,15 @@ def test_rows_of_mask_tokens_follow_the_newest_token(runner: str, tmp_path: Path
         net = EagleNet(head, tensors["embed_tokens.weight"], torch.float32, CPU, 512)
     reference = Reference(config, tensors)
     mask = reference.features(tensors["mask_hidden"].view(1, -1))
-    torch.testing.assert_close(net.mask_feature(), mask, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(net.mask_row().features, mask, rtol=1e-4, atol=1e-4)
     tokens, raw = [3, 9, 4, 8, 60], _random(5, 192)
     features = reference.features(raw)
     handles = [net.open(), net.open()]
     net.extend(handles[0], tokens, net.features(raw))
     net.extend(handles[1], tokens[:2], net.features(raw[:2]))
     masks = [Draft.chain([7] * 3), Draft.empty()]
-    rows = net.look_ahead(handles, masks, net.mask_feature())
+    net.mask = net.mask_row()
+    rows = net.look_ahead(handles, masks)
     whole, _ = reference.run([*tokens, 7, 7, 7], torch.cat([features, mask.expand(3, -1)]))
     short, _ = reference.run(tokens[:2], features[:2])
     close = {"rtol": 1e-3, "atol": 2e-3}

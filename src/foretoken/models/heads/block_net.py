@@ -24,7 +24,7 @@ from foretoken.models.formats.weights import Ends, Entry
 from foretoken.models.heads.block import BlockHead
 from foretoken.models.heads.feature_net import JOINT_ROWS, FeatureNet, HeadHandle
 from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight, without_matrices
-from foretoken.models.runners.base import Pass
+from foretoken.models.runners.base import Injected, Pass
 from foretoken.models.runners.choose import build_runner
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import Part, PassPlan
@@ -59,17 +59,21 @@ class BlockNet(FeatureNet):
         self.head, self.dtype, self.device = head, dtype, device
         tensors = head.tensors
         self._fc = self._product("fc.weight")
-        self._hidden_norm = tensors["hidden_norm.weight"].to(device, torch.float32)
         vocabulary = tensors.get("lm_head.weight", torch.zeros(1, head.hidden)).to(dtype)  # zeros: unused
         config = {**head.layer, "vocab_size": len(vocabulary), "max_position_embeddings": max_length}
         architecture = Architecture.of(config).windowed(window)
         stack = zip(architecture.stack, head.ordered, strict=True)
         architecture = replace(architecture, stack=tuple(replace(layer, ordered=ordered) for layer, ordered in stack))
-        self._eps = architecture.eps
         layers = [layer_weights(tensors, i, dtype, quantizer) for i in range(head.layers)]
         quantized = vocabulary if quantizer is None else quantizer(vocabulary)
         ends = Ends(embedding.to(dtype), norm_weight(tensors, "norm"), quantized)
-        runner = build_runner(architecture, layers, ends, dtype, device, Entry())
+        entry = Entry(
+            norm=norm_weight(tensors, "hidden_norm"),
+            norm_first=True,
+            fusion=tensors["fc.weight"].to(dtype),
+            fused_layers=len(head.taps),
+        )
+        runner = build_runner(architecture, layers, ends, dtype, device, entry)
         borrowed = None if unembed is None or "lm_head.weight" in tensors else (unembed, head.layers)
         super().__init__(runner, head.layers, head.vocab, max_length, borrowed)
         self._injector = runner.injector()
@@ -94,8 +98,7 @@ class BlockNet(FeatureNet):
         self._draft_from(self.head.ids(), fits and self._gate is None, native, after)
 
     def features(self, taps: Tensor) -> Tensor:
-        x = self._fc(taps.to(self.device, self.dtype))
-        return F.rms_norm(x.float(), self._hidden_norm.shape, self._hidden_norm, self._eps).to(self.dtype)
+        return self._fc(taps.to(self.device, self.dtype))
 
     def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> BlockHandle:
         handle = super().open(tokens, scope)
@@ -113,8 +116,12 @@ class BlockNet(FeatureNet):
         self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int
     ) -> Sequence[ModelChain]:
         assert self.vocabulary is not None
-        self._inject(handles)
-        return self._runner.chains(self._blocks(handles), requests, self.vocabulary, foreseen=True)
+        rows = self._uncached(handles)
+        injected = None if rows is None else Injected(self._injector, rows)
+        plan = self._blocks(handles)
+        chains = self._runner.chains(plan, requests, self.vocabulary, foreseen=True, injected=injected)
+        self._mark_injected(handles)
+        return chains
 
     @torch.inference_mode()
     def complete(self, handle: HeadHandle) -> None:
@@ -140,23 +147,30 @@ class BlockNet(FeatureNet):
         return self._injector.run(plan, (), False)
 
     def _inject(self, handles: Sequence[HeadHandle]) -> None:
+        if (rows := self._uncached(handles)) is not None:
+            self._run(rows)
+        self._mark_injected(handles)
+
+    def _uncached(self, handles: Sequence[HeadHandle]) -> PassPlan | None:
+        """Computes pending rows until few are left. Returns the pass over these; None if none are."""
         for handle in handles:
             self.prefill(handle, JOINT_ROWS)
         behind = [handle for handle in handles if handle.pending]
-        if behind:
-            empty = [Draft.empty()] * len(behind)
-            self._run(PassPlan.of(behind, empty, [0] * len(behind), self._fed(behind)))
-        for handle in behind:
-            handle.fresh.clear()
-            handle.cached = len(handle.tokens)
-            if self.keeps and handle.root is not None:
-                self._runner.publish(handle.slot, self._row_keys([handle.root, *handle.tokens]), handle.cached)
+        if not behind:
+            return None
+        return PassPlan.of(behind, [Draft.empty()] * len(behind), [0] * len(behind), self._fed(behind))
+
+    def _mark_injected(self, handles: Sequence[HeadHandle]) -> None:
+        for handle in handles:
+            if handle.pending:
+                self.mark_computed(handle)
 
     # blocks
 
     def _blocks(self, handles: Sequence[HeadHandle]) -> PassPlan:
         block, depth = self.head.block, self.head.depth
-        parts = [Part(h.slot, h.cached, block, h.cached + block, Draft.empty(), mutual=True) for h in handles]
+        rows = [(h.slot, len(h.tokens)) for h in handles]
+        parts = [Part(slot, first, block, first + block, Draft.empty(), mutual=True) for slot, first in rows]
         outputs = [i * block + row for i in range(len(handles)) for row in range(block - depth, block)]
         return PassPlan(
             tokens=[token for h in handles for token in (h.tokens[-1], *[self.head.mask_token] * (block - 1))],

@@ -22,7 +22,7 @@ from foretoken.core.schema import parse
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Ends, Entry, NormWeight
-from foretoken.models.heads.feature_net import FeatureNet
+from foretoken.models.heads.feature_net import FeatureNet, MaskRow
 from foretoken.models.heads.files import (
     MAX_HEADS,
     TAPS_KEY,
@@ -40,6 +40,7 @@ from foretoken.models.heads.files import (
 )
 from foretoken.models.heads.weights import HeadProduct, layer_weights, norm_weight, without_matrices
 from foretoken.models.runners.choose import build_runner
+from foretoken.models.runners.pass_plan import TapRows
 
 MASK = "mask_hidden"
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -256,9 +257,12 @@ class EagleNet(FeatureNet):
 
     # features
 
-    def mask_feature(self) -> Tensor:
-        """Returns the features [1, H] of a mask token, in a head that has one."""
-        return self.features(self.head.tensors[MASK][None].to(self.device, self.dtype))
+    def mask_row(self) -> MaskRow:
+        """Returns the input of a mask token, in a head that has one."""
+        assert self.head.mask_token is not None
+        states = self.head.tensors[MASK][None].to(self.device, self.dtype)
+        parts = states.split(self.head.target_hidden, dim=-1)
+        return MaskRow(self.head.mask_token, TapRows([(parts, [0])]), self.features(states))
 
     def features(self, taps: Tensor) -> Tensor:
         if not self.joined:

@@ -139,18 +139,26 @@ class DraftNet(ABC):
         """Computes the new nodes of drafts that grow on the cached nodes. Returns the new nodes' logits [new, Vd]."""
 
 
+@dataclass(frozen=True, slots=True)
+class MaskRow:
+    """The input of a position that is not drafted yet."""
+
+    token: int
+    states: TapRows  # one row, in the place of the target's states
+    features: Tensor  # [1, H], made from them
+
+
 class FeatureNet(DraftNet):
     """Layers that read features of the target's hidden states, in one KV cache.
 
     Attributes:
         vocabulary: the tokens of the network's logits, where a row's features are the state of the row before it; None
             where chains are drafted level by level.
-        mask: the token and the features [1, H] of positions that are not drafted yet, for a head that drafts all of
-            them in one pass (P-EAGLE); None for other heads.
+        mask: the input of positions that are not drafted yet, of a head that drafts all in one pass (P-EAGLE).
     """
 
     vocabulary: DraftVocabulary | None = None
-    mask: tuple[int, Tensor] | None = None
+    mask: MaskRow | None = None
     _ids: Tensor | None = None  # the target's token of each logit; None if it is the logit's index
 
     def __init__(
@@ -247,38 +255,37 @@ class FeatureNet(DraftNet):
         handle.fresh[:] = [fed] if left and not isinstance(fed, TapRows) else []
         handle.taps[:] = [fed] if left and isinstance(fed, TapRows) else []
 
-    def _fed(self, handles: Sequence[HeadHandle], between: Sequence[Tensor] = ()) -> Tensor | TapRows:
+    def _fed(self, handles: Sequence[HeadHandle], masks: Sequence[Draft] = ()) -> Tensor | TapRows:
         """Returns the input of a pass over all pending rows: their features, or the states that it makes them from.
 
-        between: features of rows behind those of each sequence.
+        masks: mask tokens behind the rows of each sequence; empty for none.
         """
-        taps = [rows for handle in handles for rows in handle.taps]
-        whole = self._runner.fuses and not between and all(rows.addressable for rows in taps)
+        mask, counts = self.mask, [len(chain) for chain in masks]
+        behind = [] if mask is None else [mask.states.repeated(count) for count in counts]
+        taps = [rows for i, handle in enumerate(handles) for rows in (*handle.taps, *behind[i : i + 1])]
+        whole = self._runner.fuses and all(rows.addressable for rows in taps)
         if whole and not any(handle.fresh for handle in handles):
             return taps[0] if len(taps) == 1 else TapRows.joined(taps)
         self._make_features(handles)
+        between = [] if mask is None else [mask.features.expand(count, -1) for count in counts]
         parts = [[*handle.fresh, *between[i : i + 1]] for i, handle in enumerate(handles)]
         return torch.cat([rows for part in parts for rows in part])
 
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
         return self.look_ahead(handles, [Draft.empty()] * len(handles))
 
-    def look_ahead(
-        self, handles: Sequence[HeadHandle], masks: Sequence[Draft], feature: Tensor | None = None
-    ) -> list[Tensor]:
+    def look_ahead(self, handles: Sequence[HeadHandle], masks: Sequence[Draft]) -> list[Tensor]:
         """Computes all pending rows and, in the same pass, rows of mask tokens behind them, which are not kept.
 
         Args:
             masks: a chain of mask tokens for each.
-            feature: the features [1, H] of a mask token; None if there are none.
 
         Returns:
             The logits [1 + masks, Vd] after each sequence's newest token and after its mask tokens.
         """
         for handle in handles:
             self.prefill(handle, JOINT_ROWS)
-        fed = self._fed(handles, () if feature is None else [feature.expand(len(mask), -1) for mask in masks])
-        logits, states = self._score(handles, masks, fed)
+        logits, states = self._score(handles, masks, self._fed(handles, masks))
         for handle, mask, outputs in zip(handles, masks, states, strict=True):
             self._record_computed(handle, outputs[: len(outputs) - len(mask)])
         return logits
@@ -316,9 +323,8 @@ class FeatureNet(DraftNet):
             self.prefill(handle, JOINT_ROWS)
         drafts, mask = [Draft.empty()] * len(handles), self.mask
         if mask is not None:
-            drafts = [Draft.chain([mask[0]] * (request.levels - 1)) for request in requests]
-        fed = self._fed(handles, () if mask is None else [mask[1].expand(len(draft), -1) for draft in drafts])
-        plan = PassPlan.of(handles, drafts, [0] * len(handles), fed)
+            drafts = [Draft.chain([mask.token] * (request.levels - 1)) for request in requests]
+        plan = PassPlan.of(handles, drafts, [0] * len(handles), self._fed(handles, drafts))
         state = self._state if mask is None else None
         chains = self._runner.chains(plan, requests, self.vocabulary, state, mask is not None, deeper)
         for handle in handles:

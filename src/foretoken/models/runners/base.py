@@ -58,6 +58,14 @@ class DeeperLayer:
     carried: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """Rows whose keys and values are written before a draft."""
+
+    runner: "Runner"  # ``Runner.injector`` of the runner that drafts
+    plan: PassPlan
+
+
 class Runner(ABC):
     """Slots of cache rows, and forward passes over them."""
 
@@ -212,6 +220,7 @@ class Runner(ABC):
         foreseen: bool = False,
         # layers that draft a level each, the last one also those behind; their new rows are computed, too
         deeper: Sequence[DeeperLayer] = (),
+        injected: Injected | None = None,  # rows that those of the plan see
     ) -> Sequence[ModelChain]:
         """Computes every row of the plan, and the chains behind it."""
         raise NotImplementedError

@@ -121,6 +121,10 @@ class TapRows:
             kinds.add((len(states), first.shape[-1], first.dtype))
         return kinds.pop() if len(kinds) == 1 and self.addressable else None
 
+    def repeated(self, count: int) -> TapRows:
+        """Returns the rows a number of times."""
+        return TapRows([(states, [*rows] * count) for states, rows in self.chunks if count])
+
     @staticmethod
     def joined(parts: Iterable[TapRows]) -> TapRows:
         return TapRows([chunk for part in parts for chunk in part.chunks])

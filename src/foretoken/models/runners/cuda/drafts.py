@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.chains import ChainRequest, DraftVocabulary, Draws
 from foretoken.models.runners.cuda.graphs import Inputs
-from foretoken.models.runners.cuda.layout import OUTPUTS, PATHS, Bucket, RowLayout, fill
+from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import PassPlan
@@ -45,7 +45,7 @@ class DraftBucket:
     """Properties of drafts that a CUDA graph depends on.
 
     Attributes:
-        first: the first pass.
+        passes: the pass over injected rows, if there are any, and the first pass of drafts.
         sequences: number of drafts, padding included.
         levels: number of levels.
         width: candidates of a node of a tree, and nodes that are expanded on a level; 1 for chains.
@@ -56,10 +56,10 @@ class DraftBucket:
         filtered: whether any distribution has a filter.
         distributions: whether the distributions of tokens are returned.
         tokens: size and width of the vocabulary, and the identity of its tokens and of its successors.
-        fed: number, width and type of the target's states of a row, if the first pass reads them where they are.
+        fed: number, width and type of the target's states of a row, if ``passes[0]`` reads them where they are.
     """
 
-    first: Bucket
+    passes: tuple[Bucket, ...]
     sequences: int
     levels: int
     width: int
@@ -73,13 +73,18 @@ class DraftBucket:
     fed: tuple[int, int, torch.dtype] | None
 
     @property
+    def first(self) -> Bucket:
+        """The first pass of drafts."""
+        return self.passes[-1]
+
+    @property
     def rows(self) -> int:
         """Rows of a level after the first, padding included."""
         return padded(self.sequences * self.width)
 
     @staticmethod
     def of(
-        plan: PassPlan,
+        plans: Sequence[PassPlan],
         requests: Sequence[ChainRequest],
         vocabulary: DraftVocabulary,
         state: int | None,
@@ -87,8 +92,9 @@ class DraftBucket:
     ) -> DraftBucket:
         """Returns the smallest bucket that holds the drafts: all chains, or all trees of one width.
 
-        ``plan.reach`` includes the cache rows of later passes.
+        ``plans`` are those of ``passes``. ``reach`` of the last one includes the cache rows of later passes.
         """
+        *before, plan = plans
         shape, draws = requests[0].tree, [request.draws for request in requests if request.draws]
         width = 1 if shape is None else min(shape.width, vocabulary.size)
         sources = {LIKELIEST} if len(draws) < len(requests) else set[int]()
@@ -97,7 +103,10 @@ class DraftBucket:
         nodes = width + (levels - 1) * width * width
         sequences = min(doubled(len(requests), 1), padded(len(requests)))
         return DraftBucket(
-            first=Bucket.of(plan, () if state is None else (state,), True),
+            passes=(
+                *(Bucket.of(rows, (), False) for rows in before),
+                Bucket.of(plan, () if state is None else (state,), True),
+            ),
             sequences=sequences,
             levels=levels,
             width=width,
@@ -108,7 +117,7 @@ class DraftBucket:
             filtered=any(draw.kept[1:] != UNFILTERED[1:] for draw in draws),
             distributions=any(draw.rows for draw in draws),
             tokens=(vocabulary.size, vocabulary.width, id(vocabulary.ids), id(vocabulary.after)),
-            fed=None if plan.states is None else plan.states.kind,
+            fed=None if plans[0].states is None else plans[0].states.kind,
         )
 
     @property
@@ -118,14 +127,14 @@ class DraftBucket:
 
     @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tables: of the first pass, of sequences, of all levels, of each level, and of states."""
+        """Shapes of the tables: of ``passes``, of sequences, of all levels, of each level, and of states."""
         pages, passes = self.first.longest // PAGE, 0 if self.foreseen else self.levels - 1
         return (
-            (PATHS + self.first.depth + pages, self.first.rows),
+            *(each.shape for each in self.passes),
             (NOISE + self.levels, self.sequences),
             (PAGES + pages, self.rows if passes else 0),
             (passes, LEVEL_ROWS, self.rows if passes else 0),
-            (self.first.rows, 0 if self.fed is None else self.fed[0]),
+            (self.passes[0].rows, 0 if self.fed is None else self.fed[0]),
         )
 
     def split(self, table: Tensor) -> list[Tensor]:
@@ -145,23 +154,25 @@ def padded(rows: int) -> int:
 
 
 def fill_drafts(
-    plan: PassPlan,
+    plans: Sequence[PassPlan],
     requests: Sequence[ChainRequest],
     bucket: DraftBucket,
-    pages: Sequence[Places],
+    pages: Sequence[Sequence[Places]],
     tile: int,
     pinned: bool,
 ) -> Tensor:
     """Returns all tables one after another, int64; see ``layout.fill`` for the arguments."""
     whole = torch.zeros(bucket.size, dtype=torch.int64, pin_memory=pinned)
-    table, sequences, shared, levels, states = bucket.split(whole)
-    table.copy_(fill(plan, bucket.first, pages, tile, pinned=False))
+    *tables, sequences, shared, levels, states = bucket.split(whole)
+    for table, part, rows, held in zip(tables, bucket.passes, plans, pages, strict=True):
+        table.copy_(fill(rows, part, held, tile, pinned=False))
+    read, plan = plans[0], plans[-1]
     _fill_sequences(sequences.numpy(), plan, requests, bucket)
     if levels.numel():
-        _fill_levels(levels.numpy(), shared.numpy(), plan, requests, bucket, pages)
-    if bucket.fed is not None and plan.states is not None:
-        addresses = np.array(plan.states.addresses(), np.int64)
-        states.numpy()[: len(plan.tokens)] = addresses.reshape(len(plan.tokens), -1)
+        _fill_levels(levels.numpy(), shared.numpy(), plan, requests, bucket, pages[-1])
+    if bucket.fed is not None and read.states is not None:
+        addresses = np.array(read.states.addresses(), np.int64)
+        states.numpy()[: len(read.tokens)] = addresses.reshape(len(read.tokens), -1)
     return whole
 
 
@@ -220,7 +231,7 @@ class Levels:
 
     Args:
         run: computes a pass.
-        inputs: the result of ``fill_drafts``, and the features of the first pass.
+        inputs: the result of ``fill_drafts``, and the features of the first pass of drafts.
         bucket: the bucket of both.
         cache: the KV cache.
         biases: ALiBi's biases; see ``attention.attend_rows``.
@@ -240,7 +251,7 @@ class Levels:
         after: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._run, self._bucket, self._cache, self._biases = run, bucket, cache, biases
-        table, self.sequences, self._shared, self._tables, _ = bucket.split(inputs.table)
+        *_, table, self.sequences, self._shared, self._tables, _ = bucket.split(inputs.table)
         outputs = table[OUTPUTS, : bucket.outputs]
         self._first, states = run(RowLayout.of(table, bucket.first, cache, biases), outputs, inputs.features)
         self._features = None if states is None else states.index_select(0, outputs)

@@ -61,6 +61,11 @@ class Bucket:
     moved: int = 0
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the table."""
+        return PATHS + self.depth + self.longest // PAGE + self.move_rows, self.rows
+
+    @property
     def move_rows(self) -> int:
         """Rows of the table for moves, at its end: the first move of each sequence, and the fields of moves."""
         return 5 if self.moved else 0
@@ -164,8 +169,7 @@ def move_first(cache: PageCache, table: Tensor, bucket: Bucket) -> None:
 def fill(
     plan: PassPlan, bucket: Bucket, pages: Sequence[Places], tile: int, pinned: bool, moves: Moves | None = None
 ) -> Tensor:
-    """Returns the plan as a table, int64 [PATHS + depth + pages + moves, rows], in memory that torch keeps until it is
-    copied.
+    """Returns the plan as a table, int64, in memory that torch keeps until it is copied.
 
     Padding is token 0 at position 0. It sees no key and is not written to the cache.
 
@@ -176,8 +180,7 @@ def fill(
         pinned: whether the memory is pinned.
         moves: rows that the pass moves first; None for none.
     """
-    height = PATHS + bucket.depth + bucket.longest // PAGE + bucket.move_rows
-    filled = torch.zeros((height, bucket.rows), dtype=torch.int64, pin_memory=pinned)
+    filled = torch.zeros(bucket.shape, dtype=torch.int64, pin_memory=pinned)
     table = filled.numpy()
     count = len(plan.tokens)
     table[TOKENS, :count], table[POSITIONS, :count] = plan.tokens, plan.positions

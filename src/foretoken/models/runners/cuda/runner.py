@@ -22,7 +22,7 @@ from foretoken.models.device_drafts import DraftMemory, UnreadChain, UnreadChain
 from foretoken.models.device_logits import DeviceRows, DeviceTaps, TappedMemory
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, ExpertWeights, LayerWeights
-from foretoken.models.runners.base import DeeperLayer, Move, Pass, Runner
+from foretoken.models.runners.base import DeeperLayer, Injected, Move, Pass, Runner
 from foretoken.models.runners.cuda.choice import DeviceChooser
 from foretoken.models.runners.cuda.drafts import (
     DraftBucket,
@@ -209,6 +209,7 @@ class CudaRunner(TorchRunner):
         state: int | None = None,
         foreseen: bool = False,
         deeper: Sequence[DeeperLayer] = (),
+        injected: Injected | None = None,
     ) -> Sequence[ModelChain]:
         kinds: dict[int, list[int]] = {}
         for number, request in enumerate(requests):
@@ -217,7 +218,8 @@ class CudaRunner(TorchRunner):
         for numbers in kinds.values():
             whole = len(kinds) == 1
             asked = [requests[number] for number in numbers]
-            drafts = self._draft(plan if whole else plan.only(numbers), asked, vocabulary, state, foreseen)
+            part = plan if whole else plan.only(numbers)
+            drafts, injected = self._draft(part, asked, vocabulary, state, foreseen, injected), None
             drafted.update(zip(numbers, drafts, strict=True))
         return UnreadChains([drafted[number] for number in range(len(requests))])
 
@@ -228,35 +230,49 @@ class CudaRunner(TorchRunner):
         vocabulary: DraftVocabulary,
         state: int | None,
         foreseen: bool,
+        injected: Injected | None,
     ) -> list[UnreadChain]:
         """Drafts chains, or trees of one width; see ``chains``."""
-        rows = [
+        ends = [
             part.end + (0 if foreseen else request.rows) for part, request in zip(plan.parts, requests, strict=True)
         ]
-        pages = [self._paged.reserve(part.slot, part.first, end) for part, end in zip(plan.parts, rows, strict=True)]
+        before, injector = ([], None) if injected is None else ([injected.plan], injected.runner)
+        assert injector is None or isinstance(injector, CudaRunner)
+        pages = [[self._paged.reserve(part.slot, part.first, part.end) for part in rows.parts] for rows in before]
+        pages += [[self._paged.reserve(part.slot, part.first, end) for part, end in zip(plan.parts, ends, strict=True)]]
+        plans = [*before, replace(plan, reach=max(ends))]
         self._paged.settle()
-        plan = replace(plan, reach=max(rows))
-        bucket = DraftBucket.of(plan, requests, vocabulary, state, foreseen)
-        self._reserve_positions(bucket.first.longest)
-        table = fill_drafts(plan, requests, bucket, pages, self._tile, self._device.type == "cuda")
-        fed = self._fed(plan) if bucket.fed is None else None
-        inputs, ids = Inputs(table, fed, rows=bucket.first.rows), self._token_ids(vocabulary)
+        bucket = DraftBucket.of(plans, requests, vocabulary, state, foreseen)
+        for runner in filter(None, (injector, self)):
+            runner._reserve_positions(bucket.first.longest)
+        table = fill_drafts(plans, requests, bucket, pages, self._tile, self._device.type == "cuda")
+        fed = self._fed(plans[0]) if bucket.fed is None else None
+        inputs, ids = Inputs(table, fed, rows=bucket.passes[0].rows), self._token_ids(vocabulary)
 
         def compute(inputs: Inputs) -> States:
             if bucket.fed is not None:
                 states = read_states(bucket.split(inputs.table)[-1], *bucket.fed[1:], self._dtype)
                 inputs = replace(inputs, features=states)
-            inputs = replace(inputs, features=self._features(inputs, bucket.first))
+            inputs = replace(inputs, features=self._features(inputs, bucket.passes[0]))
+            if injector is not None:
+                inputs = injector._inject(inputs, bucket)
             levels = Levels(self._level_of(bucket), inputs, bucket, self._paged, self._biases, vocabulary.after)
             return (grow_trees if bucket.kept else grow_chains)(levels, bucket, ids)
 
-        if bucket.first.rows <= MAX_ROWS:
-            computed = self._run(bucket, inputs, compute, (ids, vocabulary.ids, vocabulary.after))
+        if all(each.rows <= MAX_ROWS for each in bucket.passes):
+            held = ids, vocabulary.ids, vocabulary.after, injector and injector._tables
+            computed = self._run(bucket, inputs, compute, held)
         else:
             computed = compute(inputs.to(self._device))
         memory = DraftMemory(computed[NODES], computed.get(ROWS))
         self._last.append(weakref.ref(memory))
         return [UnreadChain(memory, number, request) for number, request in enumerate(requests)]
+
+    def _inject(self, inputs: Inputs, bucket: DraftBucket) -> Inputs:
+        """Writes the keys and values of injected rows. Returns the inputs of the pass behind them."""
+        layout = RowLayout.of(bucket.split(inputs.table)[0], bucket.passes[0], self._paged, self._biases)
+        self._states(layout, (), features=inputs.features)
+        return replace(inputs, features=None)
 
     def _level_of(self, bucket: DraftBucket) -> Run:
         """Returns the function that computes the passes of drafts; see ``drafts.Run``."""

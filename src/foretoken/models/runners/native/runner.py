@@ -21,7 +21,7 @@ from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
-from foretoken.models.runners.base import DeeperLayer, Pass, Runner, injecting
+from foretoken.models.runners.base import DeeperLayer, Injected, Pass, Runner, injecting
 from foretoken.models.runners.native.arrays import ChainArrays, PositionTables, pass_batch, replay_pointer
 from foretoken.models.runners.native.bindings import (
     UNIT,
@@ -231,7 +231,10 @@ class NativeRunner(Runner):
         state: int | None = None,
         foreseen: bool = False,
         deeper: Sequence[DeeperLayer] = (),
+        injected: Injected | None = None,
     ) -> list[ModelChain]:
+        if injected is not None:
+            injected.runner.run(injected.plan, (), False)
         if vocabulary.successors is not None:
             self._link(vocabulary.successors.kinds)
         chains = self._chain_arrays(requests, vocabulary, foreseen)
