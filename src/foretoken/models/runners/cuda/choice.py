@@ -40,25 +40,15 @@ RESULTS = 0  # key of a graph's results
 
 @dataclass(frozen=True, slots=True)
 class ChoiceBucket:
-    """Properties of requests that a graph depends on.
+    """Properties of requests that a graph depends on."""
 
-    Attributes:
-        rows: number of rows, padding included.
-        vocabulary: number of logits of a row.
-        narrow: whether any row has top_k or top_p.
-        listed: number of likeliest tokens that are listed; -1 without log-probabilities.
-        changes: number of changed logits, padding included; 0 for none.
-        unread: whether there are drafts that the host has not read.
-        sampled: whether any of these is a sampled chain.
-    """
-
-    rows: int
-    vocabulary: int
-    narrow: bool
-    listed: int
-    changes: int
-    unread: bool
-    sampled: bool
+    rows: int  # number of rows, padding included
+    vocabulary: int  # number of logits of a row
+    narrow: bool  # whether any row has top_k or top_p
+    listed: int  # number of likeliest tokens that are listed; -1 without log-probabilities
+    changes: int  # number of changed logits, padding included; 0 for none
+    unread: bool  # whether there are drafts that the host has not read
+    sampled: bool  # whether any of these is a sampled chain
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -59,19 +59,12 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Inputs of a pass.
+    """Inputs of a pass."""
 
-    Attributes:
-        table: result of ``layout.fill``.
-        features: [rows without padding, H]; None for a model that takes tokens alone.
-        steps: result of ``steps.fill_steps``; None for a model without recurrent layers.
-        rows: number of rows of features with padding.
-    """
-
-    table: Tensor
-    features: Tensor | None = None
-    steps: Tensor | None = None
-    rows: int = 0
+    table: Tensor  # result of ``layout.fill``
+    features: Tensor | None = None  # [rows without padding, H]; None for a model that takes tokens alone
+    steps: Tensor | None = None  # result of ``steps.fill_steps``; None for a model without recurrent layers
+    rows: int = 0  # number of rows of features with padding
 
     def to(self, device: torch.device) -> Inputs:
         return Inputs(self.table.to(device), self._padded(), None if self.steps is None else self.steps.to(device))
@@ -99,17 +92,12 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A captured graph and its inputs.
+    """A captured graph and its inputs."""
 
-    Attributes:
-        inputs: inputs that change from pass to pass.
-        held: other tensors that the graph reads, kept alive here: tables by position, after longer ones replace them.
-        replay: computes the pass.
-    """
-
-    inputs: Inputs
+    inputs: Inputs  # inputs that change from pass to pass
+    # other tensors that the graph reads, kept alive here: tables by position, after longer ones replace them
     held: object
-    replay: Callable[[], States]
+    replay: Callable[[], States]  # computes the pass
 
 
 class Graphs:

@@ -62,15 +62,10 @@ class DeviceMemory:
 
 
 class Moves(NamedTuple):
-    """Rows to move within the pages of sequences.
+    """Rows to move within the pages of sequences."""
 
-    Attributes:
-        firsts: the first move of each sequence, and their number.
-        pairs: address of a page, the row in it, and the same of the row that moves there.
-    """
-
-    firsts: list[int]
-    pairs: list[tuple[int, int, int, int]]
+    firsts: list[int]  # the first move of each sequence, and their number
+    pairs: list[tuple[int, int, int, int]]  # address of a page, the row in it, and the same of the row that moves there
 
     @property
     def columns(self) -> Iterable[int]:

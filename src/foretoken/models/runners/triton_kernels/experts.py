@@ -77,17 +77,11 @@ def _combine(outputs, weights, result, TOP: tl.constexpr, SIZE: tl.constexpr, BL
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """Pairs of a row and one of its experts, by expert.
+    """Pairs of a row and one of its experts, by expert."""
 
-    Attributes:
-        shape: rows, and experts of each row.
-        pairs: indices of the pairs, int32 [experts, rows * experts of each row].
-        sizes: number of pairs, int32 [experts].
-    """
-
-    shape: tuple[int, int]
-    pairs: Tensor
-    sizes: Tensor
+    shape: tuple[int, int]  # rows, and experts of each row
+    pairs: Tensor  # indices of the pairs, int32 [experts, rows * experts of each row]
+    sizes: Tensor  # number of pairs, int32 [experts]
 
     @staticmethod
     def of(chosen: Tensor, counts: Tensor, experts: int) -> Routes:

@@ -16,96 +16,60 @@ class LayerPages:
     """Positions of a layer's keys [heads, PAGE, width] and values [heads, PAGE, dim] in pages.
 
     They are counted in elements from a page's start. With latent attention values are the first elements of keys.
-
-    Attributes:
-        base: origin of ``PassRows.pages``, in the dtype of the cache.
-        scales: the same memory as float32.
-        heads: number of heads.
-        width: elements of a key.
-        dim: elements of a value.
-        keys: start of keys.
-        values: start of values; that of keys if values are part of them.
-        scales_at: starts of the scales of keys and of values, float32 [heads, PAGE], for int8.
     """
 
-    base: Tensor
-    scales: Tensor
-    heads: int
-    width: int
-    dim: int
-    keys: int
-    values: int
+    base: Tensor  # origin of ``PassRows.pages``, in the dtype of the cache
+    scales: Tensor  # the same memory as float32
+    heads: int  # number of heads
+    width: int  # elements of a key
+    dim: int  # elements of a value
+    keys: int  # start of keys
+    values: int  # start of values; that of keys if values are part of them
+    # starts of the scales of keys and of values, float32 [heads, PAGE], for int8
     scales_at: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """Positions of a pass's rows and the keys that they see, int64 tensors on the device.
+    """Positions of a pass's rows and the keys that they see, int64 tensors on the device."""
 
-    Attributes:
-        counts: number of positions up to the row's, from which windows are counted; 0 for padding, [R].
-        ends: number of keys that the row sees without a window, [R]: ``counts``, or more if rows see each other.
-        pages: positions of the sequence's pages, in ``UNIT`` bytes from ``LayerPages.base``, [pages, R].
-        places: the cache row of the row's keys and values, [R].
-        prefixes: number of keys in the cache rows of their positions, [R].
-        paths: cache rows of the later keys in the order of their positions, [depth, R]; depth 0 without trees.
-        tiles: first row of each tile, [R]. The rows of a tile follow each other in one sequence and not in a tree, so
-            that one program reads the keys for all of them.
-        sizes: number of rows of each tile, [R]; 0 after the last tile. With the query heads of one key head there are
-            at most ``EDGE`` of them.
-        longest: at least the greatest of ``ends``.
-    """
-
-    counts: Tensor
-    ends: Tensor
-    pages: Tensor
-    places: Tensor
-    prefixes: Tensor
-    paths: Tensor
+    counts: Tensor  # number of positions up to the row's, from which windows are counted; 0 for padding, [R]
+    ends: Tensor  # number of keys that the row sees without a window, [R]: ``counts``, or more if rows see each other
+    pages: Tensor  # positions of the sequence's pages, in ``UNIT`` bytes from ``LayerPages.base``, [pages, R]
+    places: Tensor  # the cache row of the row's keys and values, [R]
+    prefixes: Tensor  # number of keys in the cache rows of their positions, [R]
+    paths: Tensor  # cache rows of the later keys in the order of their positions, [depth, R]; depth 0 without trees
+    # first row of each tile, [R]; the rows of a tile follow each other in one sequence and not in a tree, so that one
+    # program reads the keys for all of them
     tiles: Tensor
+    # number of rows of each tile, [R]; 0 after the last tile; with the query heads of one key head there are at most
+    # ``EDGE`` of them
     sizes: Tensor
-    longest: int
+    longest: int  # at least the greatest of ``ends``
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Requests for tokens as tensors on the device, [R] each.
+    """Requests for tokens as tensors on the device, [R] each."""
 
-    Attributes:
-        addresses: addresses of the logits, float32; 0 for padding.
-        sources: values of ``native.TokenSource``.
-        noise: bits of the fraction, a float64, or the key of the race.
-        top_k: number of tokens to keep; 0 for all.
-        inverse: inverse temperatures, float32.
-        floor: logarithms of min_p, float32.
-        top_p: mass of the nucleus, float32.
-    """
-
-    addresses: Tensor
-    sources: Tensor
-    noise: Tensor
-    top_k: Tensor
-    inverse: Tensor
-    floor: Tensor
-    top_p: Tensor
+    addresses: Tensor  # addresses of the logits, float32; 0 for padding
+    sources: Tensor  # values of ``native.TokenSource``
+    noise: Tensor  # bits of the fraction, a float64, or the key of the race
+    top_k: Tensor  # number of tokens to keep; 0 for all
+    inverse: Tensor  # inverse temperatures, float32
+    floor: Tensor  # logarithms of min_p, float32
+    top_p: Tensor  # mass of the nucleus, float32
 
 
 @dataclass(frozen=True, slots=True)
 class ChainRows:
-    """Rows of sampled chains among all rows of a step, int64 tensors on the device, [R] each.
+    """Rows of sampled chains among all rows of a step, int64 tensors on the device, [R] each."""
 
-    Attributes:
-        drawn_from: addresses of the distributions, float32 [V], that the tokens below the rows were sampled from; 0
-            without a token.
-        drafted: these tokens.
-        firsts: the root's row of each row's chain; the row itself for other rows.
-        ratios: float64, room for the ratio of target and draft of each token.
-    """
-
+    # addresses of the distributions, float32 [V], that the tokens below the rows were sampled from; 0 without a token
     drawn_from: Tensor
-    drafted: Tensor
-    firsts: Tensor
-    ratios: Tensor
+    drafted: Tensor  # these tokens
+    firsts: Tensor  # the root's row of each row's chain; the row itself for other rows
+    ratios: Tensor  # float64, room for the ratio of target and draft of each token
 
 
 def rows_per_tile(group: int) -> int:

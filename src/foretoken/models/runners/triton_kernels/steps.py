@@ -21,19 +21,12 @@ COUNTS = 2  # integers before the arrays of a table
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Lengths of the arrays, rounded up so that few graphs suffice.
+    """Lengths of the arrays, rounded up so that few graphs suffice."""
 
-    Attributes:
-        sequences: sequences of the pass.
-        steps: steps of all sequences, or rows whose inputs are copied, if they are more.
-        taps: rows that a convolution reads.
-        copies: states of each sequence that branches of trees store.
-    """
-
-    sequences: int
-    steps: int
-    taps: int
-    copies: int
+    sequences: int  # sequences of the pass
+    steps: int  # steps of all sequences, or rows whose inputs are copied, if they are more
+    taps: int  # rows that a convolution reads
+    copies: int  # states of each sequence that branches of trees store
 
     @staticmethod
     def of(plan: ReplayPlan) -> StepSizes:
@@ -55,43 +48,24 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of a pass, int64; see ``replay.ReplayPlan``.
+    """The steps of a pass, int64; see ``replay.ReplayPlan``."""
 
-    Attributes:
-        copies: stored states of each sequence.
-        counts: [2]. Number of steps, and of rows whose inputs are copied.
-        firsts: [sequences]. The first step of each sequence.
-        ends: [sequences]. The step after its last one.
-        states: [sequences]. Address of its states of all layers.
-        logs: [sequences]. Address of its log.
-        log_rows: [sequences]. Rows of its log of one layer.
-        sequences: [steps]. The sequence of each step.
-        sources: [steps]. The state that it reads, or ``ON``.
-        targets: [steps]. The state that it writes; most steps write none.
-        saves: [steps]. Address of the snapshot that it also writes; 0 for none.
-        inputs: [steps, taps]. Encoded rows: of the step, then the rows before it.
-        moved: encoded rows whose inputs are copied.
-        moved_of: the sequence of each.
-        moved_to: the address in the first layer to which each is copied.
-        moved_stride: rows between this place in one layer and in the next.
-    """
-
-    copies: int
-    counts: Tensor
-    firsts: Tensor
-    ends: Tensor
-    states: Tensor
-    logs: Tensor
-    log_rows: Tensor
-    sequences: Tensor
-    sources: Tensor
-    targets: Tensor
-    saves: Tensor
-    inputs: Tensor
-    moved: Tensor
-    moved_of: Tensor
-    moved_to: Tensor
-    moved_stride: Tensor
+    copies: int  # stored states of each sequence
+    counts: Tensor  # [2]; number of steps, and of rows whose inputs are copied
+    firsts: Tensor  # [sequences]; the first step of each sequence
+    ends: Tensor  # [sequences]; the step after its last one
+    states: Tensor  # [sequences]; address of its states of all layers
+    logs: Tensor  # [sequences]; address of its log
+    log_rows: Tensor  # [sequences]; rows of its log of one layer
+    sequences: Tensor  # [steps]; the sequence of each step
+    sources: Tensor  # [steps]; the state that it reads, or ``ON``
+    targets: Tensor  # [steps]; the state that it writes; most steps write none
+    saves: Tensor  # [steps]; address of the snapshot that it also writes; 0 for none
+    inputs: Tensor  # [steps, taps]; encoded rows: of the step, then the rows before it
+    moved: Tensor  # encoded rows whose inputs are copied
+    moved_of: Tensor  # the sequence of each
+    moved_to: Tensor  # the address in the first layer to which each is copied
+    moved_stride: Tensor  # rows between this place in one layer and in the next
 
     @staticmethod
     def of(table: Tensor, sizes: StepSizes) -> Steps:
@@ -101,19 +75,12 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentLayer:
-    """Computation of a recurrent layer between its products; see ``formats.recurrent.RecurrentWeights``.
+    """Computation of a recurrent layer between its products; see ``formats.recurrent.RecurrentWeights``."""
 
-    Attributes:
-        kind: kind of the mixer.
-        sizes: sizes of the mixer.
-        number: index among the recurrent layers.
-        eps: epsilon of the norm.
-    """
-
-    kind: RecurrentMixer
-    sizes: Recurrence
-    number: int
-    eps: float
+    kind: RecurrentMixer  # kind of the mixer
+    sizes: Recurrence  # sizes of the mixer
+    number: int  # index among the recurrent layers
+    eps: float  # epsilon of the norm
     conv: Tensor
     conv_bias: Tensor | None
     decay: Tensor | None
