@@ -287,6 +287,7 @@ def test_rows_that_wait_for_the_head_are_bounded(tiny_pair: Any, tmp_path: Path)
         engine.add(context, Length(30))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hidden_states, "MAX_PENDING", 6)
+        patch.setattr(hidden_states, "MAX_PENDING_BYTES", 0)
         for _ in range(20):
             engine.step()
     for context in contexts:
@@ -301,6 +302,7 @@ def test_rows_that_wait_for_the_head_are_bounded(tiny_pair: Any, tmp_path: Path)
         other = opened(folder)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hidden_states, "MAX_PENDING", 6)
+            patch.setattr(hidden_states, "MAX_PENDING_BYTES", 0)
             texts.append(run(Engine(other, mtp(other, folder), controller, prompt_rows=4), [text(40, 1)])[0])
     assert texts[0] == texts[1]
 

@@ -10,29 +10,31 @@ class Displacement:
     speed is mostly the same; what it changes is noise without bias.
 
     Attributes:
-        since: Steps since a model drafted.
+        since: Steps since a model drafted, or prefill displaced the weights.
+        filling: Whether the caches were filling during the last step.
     """
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
-        self.since = tuning.settle_steps
+        self.since, self.filling, self._skipped = tuning.settle_steps, False, 0
         self._seconds, self._comparisons = 0.0, 0
         self._first = (0, 0.0)  # the last first step that was not compared yet: requests, seconds
         self._waited = self._run = 0  # steps with drafts and behind them since a comparison; those of the next one
 
-    @property
-    def filling(self) -> bool:
-        """Whether the caches were filling during the last step."""
-        return 1 < self.since < self._tuning.settle_steps
-
-    def count(self, drafted: bool, rare: float) -> None:
+    def count(self, drafted: bool, prefilled: bool, rare: float) -> None:
         """Counts a step, before anything else is learned from it.
 
         Args:
             drafted: Whether a model drafted in it.
+            prefilled: Whether it had prefill.
             rare: Number of steps in which a plain one costs as much as it may.
         """
-        self.since = 0 if drafted else self.since + 1
+        self.since = 0 if drafted else 1 if prefilled else self.since + 1
+        if prefilled:
+            self._first = 0, 0.0
+        settled = not 1 < self.since < self._tuning.settle_steps
+        self._skipped = 0 if settled or self._skipped == self._tuning.settle_steps else self._skipped + 1
+        self.filling = self._skipped > 0  # not for ever, where others' prefill follows prefill
         self._waited += bool(drafted or self._waited)
         self._run = self._run + 1 if self.due(rare) else 0
         if self._tuning.settle_steps in (self._run, self.since):

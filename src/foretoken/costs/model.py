@@ -36,6 +36,7 @@ class CostModel:
         self.search_seconds = 0.0
         self._disturbed = 0  # disturbed passes in a row
         self._since_plain = 0  # steps since a plain one was timed
+        self._first_steps = tuning.trusted_steps + tuning.weak_steps  # plain ones: one alone may be disturbed
         self.displacement = Displacement(tuning)
         self._speedup = 1.0  # moving average over the steps with drafts
 
@@ -51,11 +52,12 @@ class CostModel:
         timings, drafting = steps[0].timings, [step for step in steps if step.budget > 0]
         batch, drafted = len(steps), sum([len(step.draft.ids) for step in steps])
         levels = [step.levels for step in drafting if step.levels]
-        self.displacement.count(bool(levels), self._rare_steps)
+        decode_only = is_decode_only(steps)
+        self.displacement.count(bool(levels), not decode_only, self._rare_steps)
         displaced = self.displacement.of(timings.total - timings.propose)
-        if decode_only := is_decode_only(steps):
+        if decode_only:
             self._since_plain += 1
-            if not self.displacement.filling:
+            if not self.displacement.filling or self._plain.weight <= self._first_steps:
                 level = self.level  # a pass of a size that is rare changes it for a moment
                 self.observe_pass(batch + drafted, timings.total - timings.propose - displaced)
                 if not drafted and not drafting:
@@ -159,8 +161,7 @@ class CostModel:
 
     def plain_due(self, batch: int) -> bool:
         """Returns whether a plain step has to be timed before other steps draft."""
-        tuning = self.tuning
-        first = tuning.trusted_steps + tuning.weak_steps  # one alone may be disturbed
+        tuning, first = self.tuning, self._first_steps
         enough = 1.0 if self._plain.weight > first else first
         if self._plain.weight_of(batch) < enough and self._plain.weight_near(batch, batch // 8) < enough:
             return True

@@ -20,7 +20,8 @@ from foretoken.propose.tree import Candidates, Tree, likeliest
 # A greedy target emits the argmax of logits that the head only approximates, so candidates are ranked by a sharper
 # distribution. The value was the best on the bundled pair.
 SHARPER = SamplingLaw(temperature=0.7)
-MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them
+MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them, and
+MAX_PENDING_BYTES = 8 * 2**20  # bytes of such rows, if these are more
 LEVELS = 5  # of a draft in one call, by default, if each takes a pass of the head
 
 
@@ -179,7 +180,7 @@ class HiddenStateProposer(Proposer):
     def _keep(self, context: Context, scores: Scores, rows: Sequence[int]) -> None:
         """Gives the head the states at ``rows`` of ``scores``, those of tokens from position ``scores.first`` on.
 
-        Without drafts the head only processes what exceeds ``MAX_PENDING`` rows, which would otherwise hold memory
+        Without drafts the head only processes what exceeds ``MAX_PENDING``, which would otherwise hold memory
         until the end of the text.
         """
         if len(context.tokens) > self.net.max_length:
@@ -191,10 +192,10 @@ class HiddenStateProposer(Proposer):
         # Where prompt tokens were scored as a draft, the last row is the newest token's: the token after it is unknown.
         own = rows[known - scores.first : len(context.tokens) - 1 - scores.first]
         if own:
-            if handle.num_pending > MAX_PENDING:
+            taken, pending = TapRows.of(scores.taps, self.taps, own), handle.num_pending
+            if pending > MAX_PENDING and pending * taken.bytes_per_row > MAX_PENDING_BYTES:
                 self.net.prefill(handle)
-            tokens = context.tokens[known + 1 : known + 1 + len(own)]
-            self.net.append(handle, tokens, TapRows.of(scores.taps, self.taps, own))
+            self.net.append(handle, context.tokens[known + 1 : known + 1 + len(own)], taken)
             self._known[context.id] = known + len(own)
 
     def _cache_end(self, context: Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -124,6 +125,11 @@ class TapRows:
     def repeated(self, count: int) -> TapRows:
         """Returns the rows a number of times."""
         return TapRows([(states, [*rows] * count) for states, rows in self.chunks if count])
+
+    @property
+    def bytes_per_row(self) -> float:
+        layers, width, dtype = self.kind or (math.inf, 1, torch.uint8)
+        return layers * width * dtype.itemsize
 
     @staticmethod
     def joined(parts: Iterable[TapRows]) -> TapRows:
