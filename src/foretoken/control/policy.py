@@ -258,7 +258,7 @@ class DraftPolicy(Controller):
             values[repeats] += (value - values[repeats]) * weight
         price = self._speedup() * self._tokens_in(self.costs.search_seconds, batch)
         state.failures = 0 if state.search_values[repeats] > price else state.failures + 1
-        longest = max(wait // 2, price / self.tuning.margin_tokens)  # steps: searches in vain cost the margin at most
+        longest = max(wait, 2 * price / self.tuning.margin_tokens)  # steps: searches in vain cost half the margin
         state.next_repeat = self.step + min(2**state.failures, longest)
         if not repeats or not state.failures:
             state.next_search = self.step + min(2**state.failures, 8 * wait)

@@ -1,8 +1,9 @@
 """Proposers that read the target's hidden states with a small network: what they keep of each sequence."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from foretoken.core.context import Context
@@ -10,7 +11,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Scores
 from foretoken.models.heads.feature_net import DraftNet, FeatureNet, HeadHandle
-from foretoken.models.runners.pass_plan import TapRows, tapped_rows
+from foretoken.models.runners.pass_plan import Tapped, TapRows, tapped_rows
 from foretoken.propose.base import Needs, Observation, Proposer
 from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, GrowthConfig, RankedTreeGrower, TreeKind, begin, is_drawn
@@ -22,7 +23,9 @@ from foretoken.propose.tree import Candidates, Tree, likeliest
 SHARPER = SamplingLaw(temperature=0.7)
 MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them, and
 MAX_PENDING_BYTES = 8 * 2**20  # bytes of such rows, if these are more
+LATE_STEPS = 16  # steps without drafts whose states are noted before they are read
 LEVELS = 5  # of a draft in one call, by default, if each takes a pass of the head
+_NO_ROWS = torch.empty(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,13 @@ class HiddenStateProposer(Proposer):
         self._handles: dict[int, HeadHandle] = {}
         self._known: dict[int, int] = {}  # by sequence: number of positions whose states were seen
         self._growers: dict[int, RankedTreeGrower] = {}  # by sequence: the last one, which may serve again
+        self._late: list[tuple[Context, Mapping[int, Tensor], int, int, int, Sequence[int]]] = []  # see ``observe``
         self._drafting = True  # whether the last step drafted for any sequence
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         self._drafting = any(budget > 0 for budget in budgets)
+        if self._drafting:
+            self._read()
         growers = {
             i: (self._handles[context.id], self._grower(context, budget))
             for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True))
@@ -90,6 +96,7 @@ class HiddenStateProposer(Proposer):
         """Keeps the states of a prefill chunk. If sequences are being drafted for, the head processes it at once: the
         whole prompt after its last chunk would delay them.
         """
+        self._read()
         for context, score in zip(contexts, scores, strict=True):
             self._keep(context, score, range(tapped_rows(score.taps)))
         if self._drafting:
@@ -98,17 +105,32 @@ class HiddenStateProposer(Proposer):
                     self.net.prefill(handle)
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        """Keeps every sequence's committed tokens and the target's states before them. The head processes them in a
-        step that drafts, or once there are many.
+        """Notes the committed tokens and the target's states before them. They are read in a step that drafts, once a
+        sequence ends, or after ``LATE_STEPS``: code that runs once in a step is mostly not in the processor's caches.
         """
+        ended, resident = list[Context](), True
         for context, observation in zip(contexts, observations, strict=True):
             step, scores = observation.step, observation.scores
-            # The rows of committed tokens come first, those of the draft follow.
-            known = tapped_rows(scores.taps) - len(step.draft)
             path = step.verdict.path[: max(0, len(step.tokens) - 1)]
-            self._keep(context, scores, [*range(known), *[known + node for node in path]] if path else range(known))
+            self._late.append((context, scores.taps, scores.first, scores.slot, len(step.draft.ids), path))
+            resident &= isinstance(scores.taps, Tapped)  # a device writes the next pass's states there
             if step.finish_reason is not None:
+                ended.append(context)
+        if ended or not resident or len(self._late) >= LATE_STEPS * len(contexts):
+            self._read()
+            for context in ended:
                 self._cache_end(context)
+
+    def _read(self) -> None:
+        """Keeps the states of all steps that were noted. The rows of committed tokens come before those of drafts."""
+        late, self._late = self._late, []
+        for context, taps, first, slot, drafted, path in late:
+            known = tapped_rows(taps) - drafted
+            self._keep(
+                context,
+                Scores(_NO_ROWS, taps, first, slot),
+                [*range(known), *[known + node for node in path]] if path else range(known),
+            )
 
     def replace(self, net: FeatureNet) -> None:
         """Drafts with another version of the network from the next step on. Cached rows are kept."""
@@ -124,6 +146,7 @@ class HiddenStateProposer(Proposer):
         self.net.enable_prefix_cache(max_bytes)
 
     def forget(self, context: Context) -> None:
+        self._read()
         self._known.pop(context.id, None)
         self._growers.pop(context.id, None)
         handle = self._handles.pop(context.id, None)
