@@ -307,6 +307,26 @@ def test_rows_that_wait_for_the_head_are_bounded(tiny_pair: Any, tmp_path: Path)
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("steps", [5, 40])
+def test_states_that_are_read_late_change_no_draft(steps: int, tiny_pair: Any, tmp_path: Path) -> None:
+    """Requests of a batch draft in one of some steps, and end in different ones."""
+
+    class Seldom(Fixed):
+        def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
+            caps = super().budgets(contexts, max_draft_tokens)
+            return [cap if c.generated % steps == steps - 1 else 0 for cap, c in zip(caps, contexts, strict=True)]
+
+    folder, found = shipped(tiny_pair, tmp_path / "target"), []
+    for late in (1, 16):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hidden_states, "LATE_STEPS", late)
+            target = opened(folder)
+            engine = Engine(target, mtp(target, folder), Seldom(4), prompt_rows=4)
+            found.append(run(engine, [text(8, 1), text(40, 2)], length=60))
+            assert engine.proposer._handles == {}  # type: ignore[attr-defined]
+    assert found[0] == found[1] and found[0][1] > 0
+
+
 @pytest.mark.parametrize("kind", ["torchao", "awq"])
 def test_layers_of_a_quantized_checkpoint_are_found(kind: str, tiny_pair: Any, tmp_path: Path) -> None:
     folder = shipped(tiny_pair, tmp_path / "target")
