@@ -140,25 +140,25 @@ class InTorch:
         if queries.is_meta:
             return torch.empty_like(queries[..., : cache.dim])
         count, end, depth = rows.counts[:, None], rows.ends[:, None], len(rows.paths)
-        position = torch.arange(rows.longest)[None]
+        longest = min(rows.longest, PAGE * max(1, -(-int(rows.ends.max()) // PAGE)))  # behind it no row sees a key
+        position = torch.arange(longest)[None]
         place, behind = position.expand(len(queries), -1), position - rows.prefixes[:, None]
         if depth:
             place = torch.where(behind >= 0, rows.paths.t().gather(1, behind.clamp(0, depth - 1)), place)
         first = count - window if window > 0 else (count - 1) // (-window or 1) * -window
         seen = (position < end) & (position >= first)
         k, v = (of_rows(cache, rows, half, place) for half in range(2))
-        group = queries.shape[1] // cache.heads
-        k, v = (each.repeat_interleave(group, 1) for each in (k, v))
-        scores = (queries.float()[:, :, None] @ k.transpose(2, 3))[:, :, 0] * scale
+        grouped = queries.float().unflatten(1, (cache.heads, -1))
+        scores = (grouped @ k.transpose(2, 3)).flatten(1, 2) * scale
         scores = (scores / softcap).tanh() * softcap if softcap else scores
         if biases is not None:
             own = biases[:, (rows.counts - 1).clamp(min=0)].t()
-            scores = scores + biases[:, : rows.longest] - own[..., None]
+            scores = scores + biases[:, :longest] - own[..., None]
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.float().expand(len(queries), -1)[..., None]), -1)
         shares = scores.softmax(-1)[..., : position.shape[1]].nan_to_num()
-        return (shares[:, :, None] @ v)[:, :, 0, : cache.dim].to(queries.dtype)
+        return (shares.unflatten(1, (cache.heads, -1)) @ v).flatten(1, 2)[..., : cache.dim].to(queries.dtype)
 
     @staticmethod
     def read_nodes(
