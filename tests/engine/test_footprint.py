@@ -73,15 +73,14 @@ def test_predicted_memory_is_near_the_peak(folder: Path, tmp_path: Path) -> None
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux to measure")
     cases = [(options, of(config, folder)) for options, config in CASES]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder), json.dumps(cases)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", MEASURE, str(folder), json.dumps(2 * cases)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    for (options, config), line in zip(cases, done.stdout.splitlines(), strict=True):
+    peaks = list(map(json.loads, done.stdout.splitlines()))  # the allocator keeps more of freed memory in some
+    for (options, config), peak in zip(cases, map(min, peaks[: len(cases)], peaks[len(cases) :]), strict=True):
         memory_options = MemoryOptions(dtype="bfloat16", **options)
-        plan = plan_memory(folder, SpeculativeConfig.of(config), memory_options)
-        ratio = plan.total / json.loads(line)
-        assert 0.9 < ratio < 1.2, f"{options} {config}: {ratio:.2f} of {json.loads(line) / 2**20:.0f} MiB"
+        ratio = plan_memory(folder, SpeculativeConfig.of(config), memory_options).total / peak
+        assert 0.9 < ratio < 1.2, f"{options} {config}: {ratio:.2f} of {peak / 2**20:.0f} MiB"
 
 
 @pytest.mark.parametrize(
