@@ -158,7 +158,8 @@ def proposer_of(drafter: str, device: CountedDevice, path: Path, folder: Path) -
 
 
 MODELS = ["draft model: chain", "draft model: top_k", "EAGLE-3, few tokens: chain", "EAGLE-3: top_k", "MTP: chain"]
-BLOCKS = [
+OTHERS = [
+    "EAGLE 3.1: chain",
     "DSpark: chain",
     "DSpark, few tokens: top_k",
     "DFlash: top_k",
@@ -172,7 +173,7 @@ BLOCKS = [
     "drafter, text",
     [
         *product(MODELS, ("greedy", "sampled", "filtered", "unscaled")),
-        *product(BLOCKS, ("greedy", "filtered", "unscaled")),
+        *product(OTHERS, ("greedy", "filtered", "unscaled")),
     ],
 )
 def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(

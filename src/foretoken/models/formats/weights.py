@@ -4,7 +4,7 @@ A layer's dataclasses hold products: of a checkpoint ``LinearWeights`` and ``Mat
 products on the device (``runners/torch_layers.py``). All else is the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -213,6 +213,8 @@ class Entry:
     fusion: Tensor | None = None
     fusion_bias: Tensor | None = None  # [H]; None for none
     fused_layers: int = 0  # number of these layers
+    # norms of these states, one after another, of equal parts of a row (EAGLE 3.1); the compiled kernels fuse none then
+    state_norms: Sequence[Sequence[NormWeight]] = ()
     # whether ``fusion`` [H, 2H] makes the residual stream from [norm(embedding), norm(features)] (MTP, 2412.19437;
     # EAGLE-1, 2401.15077)
     fuses_embedding: bool = False

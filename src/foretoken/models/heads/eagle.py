@@ -221,7 +221,8 @@ class EagleNet(FeatureNet):
         self.head, self.joined, self.dtype, self.device = head, head.version == 3, dtype, device
         fc, bias = head.tensors["fc.weight"].to(device, dtype), head.tensors.get("fc.bias")
         self._fc = HeadProduct(fc, bias, device, dtype)
-        self._norms = [head.tensors[name].to(device, torch.float32) for name in self._norm_names()]
+        names = self._norm_names()
+        self._norms = [[head.tensors[f"{name}.weight"].to(device, torch.float32) for name in group] for group in names]
         self._embedding, self._unembed_target, self._quantizer = embedding.to(dtype), unembed, quantizer
         self._window = window
         vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden))  # zeros: unused
@@ -235,10 +236,11 @@ class EagleNet(FeatureNet):
         norm = self._norm("norm") if self.joined or head.norm_output else None
         ends = Ends(self._embedding, norm, quantized)
         entry = Entry(self.joined, self._norm("layers.0.hidden_norm"), head.norm_before_residual)
-        if self.joined and not self._norms:  # features are the product alone, so passes may compute them
+        if self.joined:
+            norms = [[NormWeight(norm) for norm in group] for group in self._norms]
             layers_read = fc.shape[1] // head.target_hidden
-            entry = replace(entry, fusion=fc, fusion_bias=bias, fused_layers=layers_read)
-        if not self.joined:
+            entry = replace(entry, fusion=fc, fusion_bias=bias, fused_layers=layers_read, state_norms=norms)
+        else:
             entry = replace(entry, fusion=fc, fusion_bias=bias, fused_layers=2, fuses_embedding=True)
         runner = build_runner(architecture, layers, ends, dtype, device, entry)
         borrowed = None if unembed is None or "lm_head.weight" in head.tensors else (unembed, state)
@@ -267,12 +269,9 @@ class EagleNet(FeatureNet):
     def features(self, taps: Tensor) -> Tensor:
         if not self.joined:
             return taps
-        if self.head.norm_before_fc:
-            taps = self._normalize(taps, self._norms[0])
-        if self.head.fc_norm:
-            norms = self._norms[-(taps.shape[-1] // self.head.target_hidden) :]
-            parts = taps.split(self.head.target_hidden, dim=-1)
-            taps = torch.cat([self._normalize(p, w) for p, w in zip(parts, norms, strict=True)], dim=-1)
+        for norms in self._norms:
+            parts = zip(taps.chunk(len(norms), dim=-1), norms, strict=True)
+            taps = torch.cat([self._normalize(part, norm) for part, norm in parts], dim=-1)
         return self._multiply(taps)
 
     def _entering(self, tokens: Sequence[int], features: Tensor) -> Tensor:
@@ -290,10 +289,11 @@ class EagleNet(FeatureNet):
     def _norm(self, name: str) -> NormWeight | None:
         return norm_weight(self.head.tensors, name)
 
-    def _norm_names(self) -> list[str]:
+    def _norm_names(self) -> list[list[str]]:
+        """Returns the norms of a row's states, one after another, of all states or of each layer's."""
         count = self.head.tensors["fc.weight"].shape[-1] // self.head.target_hidden
-        before = ["input_norm.weight"] if self.head.norm_before_fc else []
-        return before + ([f"fc_norm.{i}.weight" for i in range(count)] if self.head.fc_norm else [])
+        before = [["input_norm"]] if self.head.norm_before_fc else []
+        return before + ([[f"fc_norm.{i}" for i in range(count)]] if self.head.fc_norm else [])
 
     def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, self._eps).to(x.dtype)

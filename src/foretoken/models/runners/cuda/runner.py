@@ -106,6 +106,7 @@ class CudaRunner(TorchRunner):
     def _fuse(self, entry: Entry) -> None:
         """Prepares the product that makes features from a target's states, if there is one; see ``weights.Entry``."""
         self.fuses, self._fuses_embedding = entry.fusion is not None, entry.fuses_embedding
+        self._state_norms = [[moved_norm(norm, self._device) for norm in norms] for norms in entry.state_norms]
         if entry.fusion is not None:
             bias = None if entry.fusion_bias is None else entry.fusion_bias.to(self._device, self._dtype)
             self._fusion = product(entry.fusion.to(self._device, self._dtype), bias)
@@ -121,7 +122,11 @@ class CudaRunner(TorchRunner):
         """Returns the features of a pass, which ``_begin`` takes."""
         if inputs.features is None or not bucket.fused or self._fuses_embedding:
             return inputs.features
-        return self._fusion(inputs.features)
+        states = inputs.features
+        for norms in self._state_norms:
+            parts = zip(states.chunk(len(norms), -1), norms, strict=True)
+            states = torch.cat([normalize(self._architecture, part, norm) for part, norm in parts], -1)
+        return self._fusion(states)
 
     def _new_cache(self) -> None:
         a = self._architecture

@@ -103,9 +103,10 @@ class Description:
         spec.embedding_rows = ends.embedding.shape[0]
         spec.feature_norm = self._weights.norm(entry.norm)
         spec.joined, spec.norm_first = entry.joined, entry.norm_first
-        if entry.fusion is not None and entry.fusion.shape[1] % (UNIT * entry.fused_layers) == 0:
+        fused = entry.fused_layers
+        if entry.fusion is not None and not entry.state_norms and entry.fusion.shape[1] % (UNIT * fused) == 0:
             spec.fusion = self._weights.matrix([entry.fusion], entry.fusion_bias)
-            spec.fused_layers, spec.fused_width = entry.fused_layers, entry.fusion.shape[1] // entry.fused_layers
+            spec.fused_layers, spec.fused_width = fused, entry.fusion.shape[1] // fused
             spec.fuses_embedding = entry.fuses_embedding
             if entry.fusion_norms is not None:
                 spec.embedding_norm, spec.feature_norm = map(self._weights.norm, entry.fusion_norms)
