@@ -224,6 +224,15 @@ def test_the_tokens_left_and_a_requests_own_length_are_kept() -> None:
     assert made.controller.budgets(contexts, [0, 1, 0]) == [0, 1, 0]
 
 
+def test_a_request_with_its_own_length_keeps_no_other_from_drafting() -> None:
+    """No step of the batch is plain, so that none can be timed."""
+    made = world(chance(0.9))
+    made.add(depth=3)
+    made.add()
+    drafted = [made.decode() for _ in range(64)]
+    assert all(own == 3 for own, _ in drafted) and sum(other for _, other in drafted) > 64
+
+
 def test_a_first_token_does_not_wait_for_an_expensive_model() -> None:
     made = world(chance(0.9), step=0.002, read=0.0005)
     made.add()

@@ -160,7 +160,7 @@ class DraftPolicy(Controller):
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         self.step += 1
         limits = caps(contexts, max_draft_tokens, self.max_tokens, self.memory)
-        budgets, due = requested(contexts, limits), not self.costs.plain_due(len(contexts))
+        due = any(budgets := requested(contexts, limits)) or not self.costs.plain_due(len(contexts))
         # One request's decision delays all requests, so a batch without drafts decides in one of a few steps.
         held = not self._drafted and len(contexts) > 1 and self.step % self.tuning.hold_steps != 0
         for i, context in enumerate(contexts) if due and not held else ():
