@@ -288,6 +288,7 @@ def test_rows_that_wait_for_the_head_are_bounded(tiny_pair: Any, tmp_path: Path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hidden_states, "MAX_PENDING", 6)
         patch.setattr(hidden_states, "MAX_PENDING_BYTES", 0)
+        patch.setattr(hidden_states, "LATE_STEPS", 4)
         for _ in range(20):
             engine.step()
     for context in contexts:

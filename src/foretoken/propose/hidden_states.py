@@ -28,6 +28,10 @@ LEVELS = 5  # of a draft in one call, by default, if each takes a pass of the he
 _NO_ROWS = torch.empty(0, 0)
 
 
+LateStates = tuple[Context, Mapping[int, Tensor], int, int, Sequence[int]]
+"""Sequence, taps, position of their first row, slot, and the rows of committed tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeadGrowth(GrowthConfig):
     """Growth of a head's drafts.
@@ -65,7 +69,8 @@ class HiddenStateProposer(Proposer):
         self._handles: dict[int, HeadHandle] = {}
         self._known: dict[int, int] = {}  # by sequence: number of positions whose states were seen
         self._growers: dict[int, RankedTreeGrower] = {}  # by sequence: the last one, which may serve again
-        self._late: list[tuple[Context, Mapping[int, Tensor], int, int, int, Sequence[int]]] = []  # see ``observe``
+        self._late: dict[int, list[LateStates]] = {}  # by sequence, see ``observe``
+        self._late_steps = 0
         self._drafting = True  # whether the last step drafted for any sequence
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
@@ -111,26 +116,32 @@ class HiddenStateProposer(Proposer):
         ended, resident = list[Context](), True
         for context, observation in zip(contexts, observations, strict=True):
             step, scores = observation.step, observation.scores
+            known = tapped_rows(scores.taps) - len(step.draft.ids)  # the rows of committed tokens precede the draft's
             path = step.verdict.path[: max(0, len(step.tokens) - 1)]
-            self._late.append((context, scores.taps, scores.first, scores.slot, len(step.draft.ids), path))
+            rows = [*range(known), *[known + node for node in path]] if path else range(known)
+            self._late.setdefault(context.id, []).append((context, scores.taps, scores.first, scores.slot, rows))
             resident &= isinstance(scores.taps, Tapped)  # a device writes the next pass's states there
             if step.finish_reason is not None:
                 ended.append(context)
-        if ended or not resident or len(self._late) >= LATE_STEPS * len(contexts):
+        self._late_steps += 1
+        if ended or not resident or self._late_steps >= LATE_STEPS:
             self._read()
             for context in ended:
                 self._cache_end(context)
 
     def _read(self) -> None:
-        """Keeps the states of all steps that were noted. The rows of committed tokens come before those of drafts."""
-        late, self._late = self._late, []
-        for context, taps, first, slot, drafted, path in late:
-            known = tapped_rows(taps) - drafted
-            self._keep(
-                context,
-                Scores(_NO_ROWS, taps, first, slot),
-                [*range(known), *[known + node for node in path]] if path else range(known),
-            )
+        """Keeps the states of all steps that were noted, those of a sequence in one array."""
+        late, self._late, self._late_steps = self._late, {}, 0
+        for (context, taps, first, slot, rows), *others in late.values():
+            end, parts = first + len(rows), [(taps, rows)]
+            while others and others[0][2] == end and isinstance(taps, Tapped):
+                parts.append((others[0][1], others[0][4]))
+                end += len(others.pop(0)[4])
+            if len(parts) > 1:
+                taps, rows = Tapped.joined(parts), range(end - first)
+            self._keep(context, Scores(_NO_ROWS, taps, first, slot), rows)
+            for _, taps, first, slot, rows in others:
+                self._keep(context, Scores(_NO_ROWS, taps, first, slot), rows)
 
     def replace(self, net: FeatureNet) -> None:
         """Drafts with another version of the network from the next step on. Cached rows are kept."""

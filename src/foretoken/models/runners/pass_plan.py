@@ -55,6 +55,16 @@ class Tapped(Mapping[int, Tensor]):
             for count, end in zip(counts, accumulate(counts), strict=True)
         ]
 
+    @staticmethod
+    def joined(parts: Sequence[tuple[Mapping[int, Tensor], Sequence[int]]]) -> Tapped:
+        """Returns a copy of some rows of each of several passes, all of ``Tapped``, with the layers of the first."""
+        passes = [(taps, rows) for taps, rows in parts if isinstance(taps, Tapped)]
+        states = [
+            taps.states[:, rows[0] : rows[-1] + 1] if isinstance(rows, range) else taps.states[:, rows]
+            for taps, rows in passes
+        ]
+        return Tapped(passes[0][0].layers, np.concatenate(states, 1))
+
     def __getitem__(self, layer: int) -> Tensor:
         if layer not in self.layers:
             raise KeyError(layer)
