@@ -6,8 +6,8 @@ from foretoken.costs.tuning import Tuning
 class Displacement:
     """Learns these seconds by comparing the first plain step after drafting with a later one of the same run.
 
-    Steps between these two teach nothing else: the caches fill again. Both are near in time, so that the machine's
-    speed is mostly the same; what it changes is noise without bias.
+    Steps between these two are not learned from, because the caches fill again. Both are near in time, so the machine
+    mostly has the same speed, and where it has not, the error has no preferred sign.
 
     Attributes:
         since: Steps since a model drafted, or prefill displaced the weights.

@@ -21,12 +21,11 @@ from foretoken.propose.tree import Candidates, Tree, likeliest
 # A greedy target emits the argmax of logits that the head only approximates, so candidates are ranked by a sharper
 # distribution. The value was the best on the bundled pair.
 SHARPER = SamplingLaw(temperature=0.7)
-MAX_PENDING = 512  # rows of a sequence whose states are kept before the head processes them, and
-MAX_PENDING_BYTES = 8 * 2**20  # bytes of such rows, if these are more
+MAX_PENDING = 512  # rows of a sequence whose states may wait for the head, whatever their memory
+MAX_PENDING_BYTES = 8 * 2**20  # more rows may wait while they take no more memory than this
 LATE_STEPS = 16  # steps without drafts whose states are noted before they are read
 LEVELS = 5  # of a draft in one call, by default, if each takes a pass of the head
 _NO_ROWS = torch.empty(0, 0)
-
 
 LateStates = tuple[Context, Mapping[int, Tensor], int, int, Sequence[int]]
 """Sequence, taps, position of their first row, slot, and the rows of committed tokens."""
@@ -70,7 +69,6 @@ class HiddenStateProposer(Proposer):
         self._known: dict[int, int] = {}  # by sequence: number of positions whose states were seen
         self._growers: dict[int, RankedTreeGrower] = {}  # by sequence: the last one, which may serve again
         self._late: dict[int, list[LateStates]] = {}  # by sequence, see ``observe``
-        self._late_steps = 0
         self._drafting = True  # whether the last step drafted for any sequence
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
@@ -113,25 +111,25 @@ class HiddenStateProposer(Proposer):
         """Notes the committed tokens and the target's states before them. They are read in a step that drafts, once a
         sequence ends, or after ``LATE_STEPS``: code that runs once in a step is mostly not in the processor's caches.
         """
-        ended, resident = list[Context](), True
+        ended, due = list[Context](), False
         for context, observation in zip(contexts, observations, strict=True):
             step, scores = observation.step, observation.scores
             known = tapped_rows(scores.taps) - len(step.draft.ids)  # the rows of committed tokens precede the draft's
             path = step.verdict.path[: max(0, len(step.tokens) - 1)]
             rows = [*range(known), *[known + node for node in path]] if path else range(known)
-            self._late.setdefault(context.id, []).append((context, scores.taps, scores.first, scores.slot, rows))
-            resident &= isinstance(scores.taps, Tapped)  # a device writes the next pass's states there
+            late = self._late.setdefault(context.id, [])
+            late.append((context, scores.taps, scores.first, scores.slot, rows))
+            due |= len(late) >= LATE_STEPS or not isinstance(scores.taps, Tapped)  # a device overwrites its states
             if step.finish_reason is not None:
                 ended.append(context)
-        self._late_steps += 1
-        if ended or not resident or self._late_steps >= LATE_STEPS:
+        if ended or due:
             self._read()
             for context in ended:
                 self._cache_end(context)
 
     def _read(self) -> None:
         """Keeps the states of all steps that were noted, those of a sequence in one array."""
-        late, self._late, self._late_steps = self._late, {}, 0
+        late, self._late = self._late, {}
         for (context, taps, first, slot, rows), *others in late.values():
             end, parts = first + len(rows), [(taps, rows)]
             while others and others[0][2] == end and isinstance(taps, Tapped):
