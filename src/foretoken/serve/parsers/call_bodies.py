@@ -1,17 +1,18 @@
 """Bodies of function calls, in the forms in which models write them.
 
-A body reads the text behind the tag that opens a call. It raises ``ValueError`` where the text is no call.
+A body reads the text behind the tag that opens a call, as a generator to which the text is sent while it is generated.
+It raises ``ValueError`` where the text is no call. Once it has begun a call, the text is one, even if it is cut off.
 """
 
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from foretoken.serve.parsers import OutputEvent, ToolCallDelta, ToolCallStarted, new_call_id
-from foretoken.serve.parsers.values import ValueEnd, dumps, is_unicode, split_at, typed
+from foretoken.serve.parsers.values import bracketed, dumps, is_unicode, typed, up_to
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each function, by its name."""
@@ -70,41 +71,24 @@ class CallWriter:
         self.arguments(dumps(arguments))
 
 
-class CallBody(Protocol):
-    """Reads one call, or several that stand together."""
+Reading = Generator[None, str, str]
+"""Reads one call, or several that stand together, in text that is sent to it. Returns the text behind them."""
 
-    started: bool
-    """Whether the name of a function was written: from then on the text is a call, even where it is cut off."""
-
-    def push(self, text: str) -> str | None:
-        """Returns the text behind the body once it is complete, None until then. Raises ValueError."""
-        ...
+CallBody = Callable[[CallWriter], Reading]
 
 
-class HeadBody:
-    """A head that names the function, and the arguments in JSON: DeepSeek, Kimi, Mistral.
+def head_body(writer: CallWriter, name: Callable[[str], str], text: str = "") -> Reading:
+    """Reads a head that names the function, and the arguments in JSON: DeepSeek, Kimi, Mistral.
 
     ``name`` returns the function's name from the head, which ends before the arguments' ``{``. It raises ValueError.
     """
-
-    def __init__(self, writer: CallWriter, name: Callable[[str], str]) -> None:
-        self._writer, self._name = writer, name
-        self._head, self._end = "", ValueEnd()
-        self.started = False
-
-    def push(self, text: str) -> str | None:
-        if not self.started:
-            head, brace, text = text.partition("{")
-            self._head += head
-            if len(self._head) > _LONGEST_HEAD:
-                raise ValueError("no arguments")
-            if not brace:
-                return None
-            self._writer.start(self._name(self._head))
-            self.started, text = True, brace + text
-        length = self._end.push(text) if text else -1
-        self._writer.arguments(text if length < 0 else text[:length])
-        return None if length < 0 else text[length:]
+    while "{" not in text and len(text) <= _LONGEST_HEAD:
+        text += yield
+    head, brace, rest = text.partition("{")
+    if len(head) > _LONGEST_HEAD:
+        raise ValueError("no arguments")
+    writer.start(name(head))
+    return (yield from bracketed(brace + rest, writer.arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,125 +106,79 @@ class ParameterTags:
     newlines: bool = False  # whether a value stands on lines of its own, whose line breaks do not belong to it
 
 
-class ParameterBody:
-    """Parameters between tags, typed by the function's schema: Qwen3-Coder, GLM, DeepSeek 3.2, MiniMax, Seed-OSS."""
-
-    def __init__(self, writer: CallWriter, tags: ParameterTags) -> None:
-        self._writer, self._tags = writer, tags
-        self._held, self._value = "", ""
-        self._schema: Mapping[str, Any] = {}
-        self._parameter: re.Match[str] | None = None
-        self._count = 0
-        self.started = False
-
-    def push(self, text: str) -> str | None:
-        self._held += text
-        if not self.started and not self._start():
-            return None
-        while True:
-            if self._parameter is not None:
-                if not self._read_value():
-                    return None
-                continue
-            self._held = self._held.lstrip()
-            if self._held.startswith(self._tags.end):
-                self._writer.arguments("{}" if not self._count else "}")
-                return self._held[len(self._tags.end) :]
-            self._parameter = self._tags.parameter.match(self._held)
-            if self._parameter is not None:
-                self._held = self._held[self._parameter.end() :]
-            elif self._held[:1] in ("", "<") and len(self._held) < _LONGEST_HEAD:
-                return None
-            else:  # neither a parameter nor the end
-                self._held = self._held[max(1, self._held.find("<")) :]
-
-    def _start(self) -> bool:
-        match = self._tags.name.match(self._held)
-        if match is None:
-            if len(self._held) > _LONGEST_HEAD:
-                raise ValueError("no name of a function")
-            return False
-        name = match.group(1).strip()
-        if not name:
+def parameter_body(writer: CallWriter, tags: ParameterTags) -> Reading:
+    """Reads parameters between tags, typed by the schema: Qwen3-Coder, GLM, DeepSeek 3.2, MiniMax, Seed-OSS."""
+    text, count = "", 0
+    while (match := tags.name.match(text)) is None:
+        if len(text) > _LONGEST_HEAD:
             raise ValueError("no name of a function")
-        properties = self._writer.schemas.get(name, {}).get("properties")
-        self._schema = properties if isinstance(properties, Mapping) else {}
-        self._writer.start(name)
-        self._held, self.started = self._held[match.end() :], True
-        return True
+        text += yield
+    if not (name := match[1].strip()):
+        raise ValueError("no name of a function")
+    properties = writer.schemas.get(name, {}).get("properties")
+    schemas: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+    writer.start(name)
+    text = text[match.end() :]
+    while not (text := text.lstrip()).startswith(tags.end):
+        if (match := tags.parameter.match(text)) is not None:
+            parts: list[str] = []
+            text = yield from up_to(text[match.end() :], tags.value_end, parts.append)
+            parameter = _parameter(match.groupdict(), "".join(parts), tags, schemas)
+            writer.arguments(f"{', ' if count else '{'}{parameter}")
+            count += 1
+        elif text[:1] in ("", "<") and len(text) < _LONGEST_HEAD:
+            text += yield
+        else:  # neither a parameter nor the end
+            text = text[max(1, text.find("<")) :]
+    writer.arguments("}" if count else "{}")
+    return text[len(tags.end) :]
 
-    def _read_value(self) -> bool:
-        """Moves the value out of the held text. Returns whether it is complete."""
-        text, mark, self._held = split_at(self._held, (self._tags.value_end,))
-        self._value += text
-        if not mark:
-            return False
-        value, self._value = self._value, ""
-        if self._tags.newlines:
-            value = value.removeprefix("\n").removesuffix("\n")
-        assert self._parameter is not None
-        groups, self._parameter = self._parameter.groupdict(), None
-        name = groups["name"].strip()
-        schema = self._schema.get(name)
-        if groups.get("string") is not None:
-            schema = {"type": "string"} if groups["string"] == "true" else schema or {"type": "object"}
-        separator = "{" if not self._count else ", "
-        self._count += 1
-        self._writer.arguments(f"{separator}{dumps(name)}: {dumps(typed(value, schema))}")
-        return True
+
+def _parameter(tag: Mapping[str, str | None], value: str, tags: ParameterTags, schemas: Mapping[str, Any]) -> str:
+    """Returns a member of the arguments. tag: the groups of ``tags.parameter``."""
+    name = str(tag["name"]).strip()
+    schema = schemas.get(name)
+    if tag.get("string") is not None:
+        schema = {"type": "string"} if tag["string"] == "true" else schema or {"type": "object"}
+    if tags.newlines:
+        value = value.removeprefix("\n").removesuffix("\n")
+    return f"{dumps(name)}: {dumps(typed(value, schema))}"
 
 
 Calls = list[tuple[str, dict[str, Any]]]
 
 
-class WholeBody:
-    """Text that is read at once when the tag ``end`` completes it: Gemma 4.
+def whole_body(writer: CallWriter, end: str, read: Callable[[str], Calls]) -> Reading:
+    """Reads text at once when the tag ``end`` completes it: Gemma 4.
 
     ``read`` returns the calls in the text, each a name and its arguments. It raises ValueError.
     """
-
-    def __init__(self, writer: CallWriter, end: str, read: Callable[[str], Calls]) -> None:
-        self._writer, self._end, self._read = writer, end, read
-        self._text, self._held = "", ""
-        self.started = False
-
-    def push(self, text: str) -> str | None:
-        body, mark, self._held = split_at(self._held + text, (self._end,))
-        self._text += body
-        if not mark:
-            return None
-        for name, arguments in self._read(self._text):
-            self._writer.call(name, arguments)
-        self.started = True
-        return self._held
+    parts: list[str] = []
+    rest = yield from up_to("", end, parts.append)
+    for name, arguments in read("".join(parts)):
+        writer.call(name, arguments)
+    return rest
 
 
-class PythonBody:
-    """A list of Python calls with keyword arguments, ``[f(a=1), g(b="x")]``: Llama 4 and others."""
+def python_body(writer: CallWriter) -> Reading:
+    """Reads a list of Python calls with keyword arguments, ``[f(a=1), g(b="x")]``: Llama 4 and others."""
+    listed = text = ""
 
-    def __init__(self, writer: CallWriter) -> None:
-        self._writer, self._text = writer, ""
-        self._end = ValueEnd("\"'", "([{", ")]}")
-        self.started = False
-
-    def push(self, text: str) -> str | None:
-        if not self._text:
-            text = text.lstrip()
-        if not text:
-            return None
-        length = self._end.push(text)
-        self._text += text if length < 0 else text[:length]
-        if not _PYTHON_HEAD.match(self._text):
+    def take(piece: str) -> None:
+        nonlocal listed
+        listed += piece
+        if not _PYTHON_HEAD.match(listed):
             raise ValueError("no list of calls")
-        if length < 0:
-            return None
-        calls = python_calls(self._text)
-        if not self._writer.schemas.keys() >= {name for name, _ in calls}:
-            raise ValueError("no function")
-        for name, arguments in calls:
-            self._writer.call(name, arguments)
-        self.started = True
-        return text[length:]
+
+    while not (text := text.lstrip()):
+        text = yield
+    rest = yield from bracketed(text, take, "\"'", "([{", ")]}")
+    calls = python_calls(listed)
+    if not writer.schemas.keys() >= {name for name, _ in calls}:
+        raise ValueError("no function")
+    for name, arguments in calls:
+        writer.call(name, arguments)
+    return rest
 
 
 def python_calls(text: str) -> Calls:
@@ -291,150 +229,79 @@ def gemma_calls(text: str) -> Calls:
     return [(name.strip(), arguments)]
 
 
-class JsonBody:
-    """One call, or a list of calls in brackets. Arguments are passed on while they are generated.
+def json_body(writer: CallWriter, strict: bool = False, text: str = "") -> Reading:
+    """Reads one call, or a list of calls in brackets. Arguments are passed on while they are generated.
 
-    A ``strict`` one accepts only existing functions and the keys of a call, because other JSON may stand here as well.
+    If ``strict``, only existing functions and the keys of a call are accepted, as other JSON may stand here as well.
     """
-
-    def __init__(self, writer: CallWriter, strict: bool = False) -> None:
-        self._writer, self._strict = writer, strict
-        self._held = ""
-        self._call: _Call | None = None
-        self._listed = False
-        self.started = False
-
-    def push(self, text: str) -> str | None:
-        self._held += text
-        while True:
-            if self._call is not None:
-                rest = self._read(self._call)
-                self._held = rest or ""
-                if rest is None:
-                    return None
-                self._call = None
-                if not self._listed:
-                    return self._held
-            self._held = self._held.lstrip(" \r\n\t," if self._listed else None)
-            if not self._held:
-                return None
-            first, self._held = self._held[0], self._held[1:]
-            if first == "{":
-                self._call = _Call(self._writer, self._strict)
-            elif first == "[" and not self._listed:
-                self._listed = True
-            elif first == "]" and self._listed and self.started:
-                return self._held
-            elif self.started:
-                return first + self._held
-            else:
-                raise ValueError("no JSON object")
-
-    def _read(self, call: "_Call") -> str | None:
-        """Returns the text behind the object, or from the malformed place on. None if it is not complete."""
-        try:
-            return call.push(self._held)
-        except ValueError:
-            if call.name is None and not self.started:
-                raise
-            self._listed = False
-            return call.unread
-        finally:
-            self.started = self.started or call.name is not None
+    before, listed = writer.calls, False
+    while True:
+        text = text.lstrip(" \r\n\t," if listed else None)
+        first, text = text[:1], text[1:]
+        if not first:
+            text = yield
+        elif first == "{":
+            text, complete = yield from _json_call(writer, strict, text, before)
+            if not listed or not complete:
+                return text
+        elif first == "[" and not listed:
+            listed = True
+        elif writer.calls > before:
+            return text if first == "]" and listed else first + text
+        else:
+            raise ValueError("no JSON object")
 
 
-class _Call:
-    """Reads one object behind its opening brace.
+def _json_call(writer: CallWriter, strict: bool, text: str, before: int) -> Generator[None, str, tuple[str, bool]]:
+    """Reads one object behind its opening brace. Returns the text behind it, or from the malformed place on.
 
-    Attributes:
-        name: The function's name, once it was read.
-        unread: Text that is not read yet.
+    The second result is whether the object is complete. before: calls before the body, without any of its own it raises
+    ValueError.
     """
+    named = given = False
+    waiting: list[str] = []  # arguments before the name
 
-    def __init__(self, writer: CallWriter, strict: bool) -> None:
-        self._writer, self._strict = writer, strict
-        self.unread = ""
-        self._key: str | None = None  # the key whose value follows
-        self._end: ValueEnd | None = None  # within an object or a list
-        self._waiting: list[str] | None = []  # arguments before the name, None behind it
-        self._given = False
-        self.name: str | None = None
+    def take(arguments: str) -> None:
+        nonlocal given
+        given = True
+        if named:
+            writer.arguments(arguments)
+        else:
+            waiting.append(arguments)
 
-    def push(self, text: str) -> str | None:
-        """Returns the text behind the object, None if it is not complete. Raises ValueError."""
-        self.unread += text
-        while True:
-            if self._end is not None:
-                if not self._read_brackets(self._end):
-                    return None
-            elif self._key is not None:
-                if not self._read_value(self._key):
-                    return None
-            elif (match := _KEY.match(self.unread)) is not None:
-                self._key, self.unread = json.loads(match[1]), self.unread[match.end() :]
-                if self._strict and self._key not in _KEYS:
-                    raise ValueError("no call")
-            else:
-                start = self.unread.lstrip(" \r\n\t,")
-                if start.startswith("}"):
-                    self._finish()
-                    return start[1:]
+    try:
+        while not (start := text.lstrip(" \r\n\t,")).startswith("}"):
+            if (match := _KEY.match(text)) is None:
                 string = _STRING.match(start)
                 behind = start[string.end() :].lstrip() if string else ""
                 if (start and not start.startswith('"')) or behind[:1] not in ("", ":"):
                     raise ValueError("no JSON object")
-                return None
-
-    def _read_value(self, key: str) -> bool:
-        """Reads a value, or the beginning of one in brackets. Returns whether it went on."""
-        if self.unread[:1] in ("{", "["):
-            if key == "name":
-                raise ValueError("the name is no string")
-            self._end = ValueEnd()
-            return True
-        pattern = _STRING if self.unread.startswith('"') else _SCALAR
-        match = pattern.match(self.unread)
-        if match is None:
-            return False
-        value = json.loads(match[0])
-        self.unread, self._key = self.unread[match.end() :], None
-        if key == "name":
-            self._take_name(value)
-        elif key in _ARGUMENTS:
-            self._take_arguments(value if isinstance(value, str) and is_unicode(value) else "{}")
-        return True
-
-    def _read_brackets(self, end: ValueEnd) -> bool:
-        if not self.unread:
-            return False
-        length = end.push(self.unread)
-        text, self.unread = (self.unread, "") if length < 0 else (self.unread[:length], self.unread[length:])
-        if self._key in _ARGUMENTS:
-            self._take_arguments(text)
-        if length < 0:
-            return False
-        self._key = self._end = None
-        return True
-
-    def _take_name(self, name: object) -> None:
-        if not isinstance(name, str) or not is_unicode(name) or (self._strict and name not in self._writer.schemas):
-            raise ValueError("no function")
-        if self.name is not None:
-            return
-        self.name = name
-        self._writer.start(name)
-        waiting, self._waiting = self._waiting or [], None
-        self._writer.arguments("".join(waiting))
-
-    def _take_arguments(self, text: str) -> None:
-        self._given = True
-        if self._waiting is None:
-            self._writer.arguments(text)
-        else:
-            self._waiting.append(text)
-
-    def _finish(self) -> None:
-        if self.name is None:
+                text += yield
+                continue
+            key, text = json.loads(match[1]), text[match.end() :]
+            if (strict and key not in _KEYS) or (key == "name" and text[0] in "{["):
+                raise ValueError("no call")
+            if text[0] in "{[":
+                text = yield from bracketed(text, take if key in _ARGUMENTS else lambda piece: None)
+                continue
+            pattern = _STRING if text[0] == '"' else _SCALAR
+            while (match := pattern.match(text)) is None:
+                text += yield
+            value, text = json.loads(match[0]), text[match.end() :]
+            if key in _ARGUMENTS:
+                take(value if isinstance(value, str) and is_unicode(value) else "{}")
+            elif key == "name":
+                if not isinstance(value, str) or not is_unicode(value) or (strict and value not in writer.schemas):
+                    raise ValueError("no function")
+                if not named:
+                    named = True
+                    writer.start(value)
+                    writer.arguments("".join(waiting))
+        if not named:
             raise ValueError("no name of a function")
-        if not self._given:
-            self._writer.arguments("{}")
+    except ValueError:
+        if writer.calls == before:
+            raise
+        return text, False
+    writer.arguments("" if given else "{}")
+    return start[1:], True

@@ -10,16 +10,16 @@ from foretoken.params import SamplingParams
 from foretoken.serve.chat_schema import ChatRequest, NamedTool, offered_tools
 from foretoken.serve.parsers import OutputParser
 from foretoken.serve.parsers.call_bodies import (
-    CallBody,
     CallWriter,
-    HeadBody,
-    JsonBody,
-    ParameterBody,
     ParameterTags,
-    PythonBody,
+    Reading,
     Schemas,
-    WholeBody,
     gemma_calls,
+    head_body,
+    json_body,
+    parameter_body,
+    python_body,
+    whole_body,
 )
 from foretoken.serve.parsers.output_parsers import (
     HARMONY_TAGS,
@@ -84,69 +84,55 @@ _MINIMAX = ParameterTags(
 )
 
 
-class _MistralBody:
-    """Either a list of calls in JSON (tokenizers before version 11) or one call with its name before its arguments."""
-
-    started = False
-
-    def __init__(self, writer: CallWriter) -> None:
-        self._writer = writer
-        self._body: CallBody | None = None
-
-    def push(self, text: str) -> str | None:
-        text = text if self._body else text.lstrip()
-        if not text:
-            return None
-        if self._body is None:
-            listed = text[0] in "[{"
-            self._body = JsonBody(self._writer) if listed else HeadBody(self._writer, _mistral_name)
-        try:
-            return self._body.push(text)
-        finally:
-            self.started = self._body.started
+def _mistral_body(writer: CallWriter) -> Reading:
+    """Reads a list of calls in JSON (tokenizers before version 11), or one call with its name before its arguments."""
+    text = ""
+    while not (text := text.lstrip()):
+        text = yield
+    return (yield from (json_body(writer, text=text) if text[0] in "[{" else head_body(writer, _mistral_name, text)))
 
 
-_BARE = {"{": partial(JsonBody, strict=True)}
-_JSON_TAGS = CallFormat({"<tool_call>": JsonBody}, ("</tool_call>",))
+_BARE = {"{": partial(json_body, strict=True)}
+_JSON_TAGS = CallFormat({"<tool_call>": json_body}, ("</tool_call>",))
 
 CALL_FORMATS: dict[str, CallFormat] = {
     "hermes": _JSON_TAGS,
     "llama3_json": CallFormat(ignored=("<|python_tag|>",), bare=_BARE),
-    "pythonic": CallFormat(ignored=("<|python_start|>", "<|python_end|>"), bare={"[": PythonBody}),
+    "pythonic": CallFormat(ignored=("<|python_start|>", "<|python_end|>"), bare={"[": python_body}),
     "qwen3_coder": CallFormat(
-        {"<function=": partial(ParameterBody, tags=_QWEN_CODER)}, ("<tool_call>", "</tool_call>")
+        {"<function=": partial(parameter_body, tags=_QWEN_CODER)}, ("<tool_call>", "</tool_call>")
     ),
     "seed_oss": CallFormat(
-        {"<function=": partial(ParameterBody, tags=_QWEN_CODER)}, ("<seed:tool_call>", "</seed:tool_call>")
+        {"<function=": partial(parameter_body, tags=_QWEN_CODER)}, ("<seed:tool_call>", "</seed:tool_call>")
     ),
-    "glm45": CallFormat({"<tool_call>": partial(ParameterBody, tags=_GLM)}),
+    "glm45": CallFormat({"<tool_call>": partial(parameter_body, tags=_GLM)}),
     "deepseek_v3": CallFormat(
-        {"<｜tool▁call▁begin｜>": partial(HeadBody, name=_deepseek_name)},
+        {"<｜tool▁call▁begin｜>": partial(head_body, name=_deepseek_name)},
         ("<｜tool▁calls▁begin｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     ),
     "deepseek_v32": CallFormat(
-        {'<｜DSML｜invoke name="': partial(ParameterBody, tags=_DSML)},
+        {'<｜DSML｜invoke name="': partial(parameter_body, tags=_DSML)},
         (
             *("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
             *("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
         ),
     ),
     "minimax_m2": CallFormat(
-        {'<invoke name="': partial(ParameterBody, tags=_MINIMAX)}, ("<minimax:tool_call>", "</minimax:tool_call>")
+        {'<invoke name="': partial(parameter_body, tags=_MINIMAX)}, ("<minimax:tool_call>", "</minimax:tool_call>")
     ),
     "kimi_k2": CallFormat(
-        {"<|tool_call_begin|>": partial(HeadBody, name=_kimi_name)},
+        {"<|tool_call_begin|>": partial(head_body, name=_kimi_name)},
         ("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
     ),
-    "mistral": CallFormat({"[TOOL_CALLS]": _MistralBody}),
-    "granite": CallFormat({"<|tool_call|>": JsonBody, "<tool_call>": JsonBody}, ("</tool_call>",)),
-    "phi4_mini": CallFormat({"functools": JsonBody, "<|tool_call|>": JsonBody}, ("<|/tool_call|>",)),
-    "gemma4": CallFormat({"<|tool_call>": partial(WholeBody, end="<tool_call|>", read=gemma_calls)}),
-    "auto": CallFormat({"<tool_call>": JsonBody}, ("</tool_call>", "<|python_tag|>"), _BARE),
+    "mistral": CallFormat({"[TOOL_CALLS]": _mistral_body}),
+    "granite": CallFormat({"<|tool_call|>": json_body, "<tool_call>": json_body}, ("</tool_call>",)),
+    "phi4_mini": CallFormat({"functools": json_body, "<|tool_call|>": json_body}, ("<|/tool_call|>",)),
+    "gemma4": CallFormat({"<|tool_call>": partial(whole_body, end="<tool_call|>", read=gemma_calls)}),
+    "auto": CallFormat({"<tool_call>": json_body}, ("</tool_call>", "<|python_tag|>"), _BARE),
 }
 """Formats of calls by the names of vLLM's parsers. ``auto`` reads Hermes' and Llama 3's form."""
 
-FORMATS = CALL_FORMATS | {"forced": CallFormat(bare={"{": JsonBody, "[": JsonBody}, only_calls=True)}
+FORMATS = CALL_FORMATS | {"forced": CallFormat(bare={"{": json_body, "[": json_body}, only_calls=True)}
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),

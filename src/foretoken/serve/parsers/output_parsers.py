@@ -1,12 +1,12 @@
 """Parsers of an answer: reasoning, function calls, and OpenAI's harmony format."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from foretoken.serve.parsers import OutputEvent, OutputParser, ReasoningDelta, TextDelta
-from foretoken.serve.parsers.call_bodies import CallBody, CallWriter, Schemas
+from foretoken.serve.parsers.call_bodies import CallBody, CallWriter, Reading, Schemas
 from foretoken.serve.parsers.values import split_at
 
 _BARE_SPACE = " \r\n\t,;[]"
@@ -138,9 +138,9 @@ class CallFormat:
     for each character with which one may begin the answer.
     """
 
-    opens: Mapping[str, Callable[[CallWriter], CallBody]] = field(default_factory=dict)
+    opens: Mapping[str, CallBody] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # tags around calls that carry nothing
-    bare: Mapping[str, Callable[[CallWriter], CallBody]] = field(default_factory=dict)
+    bare: Mapping[str, CallBody] = field(default_factory=dict)
     only_calls: bool = False  # whether a grammar allows nothing else; a call that was cut before its name is no content
 
     @property
@@ -165,7 +165,8 @@ class ToolParser(OutputParser):
         super().__init__(self._writer)
         self._held, self._skipped = "", ""
         self._place, self._bare = _Position.BEFORE, bool(format.bare)
-        self._body: CallBody | None = None
+        self._body: Reading | None = None
+        self._calls_before = 0  # the body
         self._raw = ""  # text of the call, while it may still turn out to be none
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
@@ -177,7 +178,7 @@ class ToolParser(OutputParser):
     def finish(self) -> list[OutputEvent]:
         held, self._held = self._held, ""
         if self._body is not None:
-            held = "" if self._body.started else self._raw
+            held = "" if self._in_call else self._raw
             self._body = None
         elif self._place is _Position.AFTER:
             held = "" if not held.strip(self._space) else held
@@ -189,6 +190,11 @@ class ToolParser(OutputParser):
     @property
     def _space(self) -> str | None:
         return _BARE_SPACE if self._bare and self._place is _Position.AFTER else None
+
+    @property
+    def _in_call(self) -> bool:
+        """Whether the body has begun a call."""
+        return self._writer.calls > self._calls_before
 
     def _advance(self) -> bool:
         """Consumes held text. Returns whether more may be consumed."""
@@ -233,26 +239,25 @@ class ToolParser(OutputParser):
         if self._place is _Position.BEFORE:
             self._skipped += text
 
-    def _enter(self, body: Callable[[CallWriter], CallBody], before: str, rest: str) -> None:
+    def _enter(self, body: CallBody, before: str, rest: str) -> None:
         self._body, self._raw, self._skipped, self._held = body(self._writer), before, "", rest
-        self._opened = len(before)
+        self._opened, self._calls_before = len(before), self._writer.calls
+        next(self._body)  # up to where it takes text
 
-    def _read_body(self, body: CallBody) -> bool:
+    def _read_body(self, body: Reading) -> bool:
         text, self._held = self._held, ""
-        if not body.started:
+        if not self._in_call:
             self._raw += text
         try:
-            rest = body.push(text)
+            body.send(text)
+        except StopIteration as complete:
+            self._body, self._held, self._place = None, complete.value, _Position.AFTER
         except ValueError:  # it is no call
             self._content(self._raw[: self._opened])
             self._body, self._held, self._place = None, self._raw[self._opened :], _Position.TEXT
             if not self._opened:  # bare: its first character is no tag
                 self._bare = False
-            return True
-        if rest is None:
-            return False
-        self._body, self._held, self._place = None, rest, _Position.AFTER
-        return True
+        return self._body is None
 
     def _content(self, text: str) -> None:
         if text and not self._format.only_calls:

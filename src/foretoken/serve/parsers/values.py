@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 _NULLS = ("null", "none")
@@ -100,41 +100,46 @@ def _as_json(value: Any, types: set[str]) -> Any:
     return int(value) if as_integer else list(value) if isinstance(value, tuple) else value
 
 
-class ValueEnd:
-    """Finds the end of a bracketed value in text that arrives in pieces, in one pass over the text.
+def up_to(text: str, tag: str, take: Callable[[str], Any]) -> Generator[None, str, str]:
+    """Passes ``text``, and the text that is sent, to ``take`` until ``tag`` comes. Returns the text behind the tag."""
+    while True:
+        before, found, text = split_at(text, (tag,))
+        take(before)
+        if found:
+            return text
+        text += yield
+
+
+def bracketed(
+    text: str, take: Callable[[str], Any], quotes: str = '"', opening: str = "{[", closing: str = "}]"
+) -> Generator[None, str, str]:
+    """Passes a value in brackets to ``take``, from ``text`` and the text that is sent. Returns the text behind it.
+
+    Raises ValueError if ``text`` does not begin with an opening bracket. Every character is read once.
 
     quotes: Characters that delimit strings, within which brackets do not count.
     """
-
-    def __init__(self, quotes: str = '"', opening: str = "{[", closing: str = "}]") -> None:
-        self._quotes, self._opening, self._closing = quotes, opening, closing
-        self._special = re.compile("[" + re.escape("\\" + quotes + opening + closing) + "]")
-        self._depth, self._quote, self._escaped = 0, "", False
-
-    def push(self, text: str) -> int:
-        """Returns the length of the part of ``text`` that belongs to the value, or -1 if all does and more follows.
-
-        Raises ValueError if the value does not begin with an opening bracket.
-        """
-        if not self._depth and text[:1] not in self._opening:
-            raise ValueError("no value in brackets")
-        place = 0
-        if self._escaped and text:
-            self._escaped, place = False, 1
-        while (match := self._special.search(text, place)) is not None:
+    if text[0] not in opening:
+        raise ValueError("no value in brackets")
+    special = re.compile("[" + re.escape("\\" + quotes + opening + closing) + "]")
+    depth, quote, place = 0, "", 0
+    while True:
+        while (match := special.search(text, place)) is not None:
             place, character = match.end(), match.group()
-            if self._quote:
+            if quote:
                 if character == "\\":
-                    self._escaped = place == len(text)
-                    place += 1
-                elif character == self._quote:
-                    self._quote = ""
-            elif character in self._quotes:
-                self._quote = character
-            elif character in self._opening:
-                self._depth += 1
-            elif character in self._closing:
-                self._depth -= 1
-                if not self._depth:
-                    return place
-        return -1
+                    place += 1  # behind the end if the escaped character is still to come
+                elif character == quote:
+                    quote = ""
+            elif character in quotes:
+                quote = character
+            elif character in opening:
+                depth += 1
+            elif character in closing:
+                depth -= 1
+                if not depth:
+                    take(text[:place])
+                    return text[place:]
+        take(text)
+        place = max(0, place - len(text))
+        text = yield
