@@ -351,6 +351,12 @@ def test_states_that_lie_elsewhere_are_read_in_the_order_of_their_addresses(held
     assert torch.equal(result, torch.stack((first.float(), second, torch.cat((zeros, zeros)))))
 
 
+def test_states_are_written_to_their_addresses() -> None:
+    states, memory = numbers(3, 40).half(), torch.zeros(3, 40, dtype=torch.float16, device=DEVICE)
+    attention.write_states(ints([memory[2].data_ptr(), 0, memory[0].data_ptr()]), states)
+    assert torch.equal(memory, torch.stack((states[2], torch.zeros_like(states[1]), states[0])))
+
+
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.float16, 0.02)])
 def test_int8_keys_and_values_have_a_scale_for_each_head_and_row(dtype: torch.dtype, near: float) -> None:
     count = 70

@@ -56,7 +56,7 @@ OF_TOKENS = (
 )
 
 
-@pytest.mark.parametrize("name", [*OF_TOKENS, "_read_nodes", "_read_states"])
+@pytest.mark.parametrize("name", [*OF_TOKENS, "_read_nodes", "_read_states", "_write_states"])
 def test_kernels_of_tokens_compile(name: str) -> None:
     """The interpreter does not see types: variables of branches and loops keep theirs on a GPU."""
     triton = pytest.importorskip("triton", reason="Triton is on Linux alone")

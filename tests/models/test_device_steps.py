@@ -157,7 +157,14 @@ def proposer_of(drafter: str, device: CountedDevice, path: Path, folder: Path) -
         return DraftModel(device.model(path), DraftModelConfig(tree, top_k=2))  # type: ignore[arg-type]
 
 
-MODELS = ["draft model: chain", "draft model: top_k", "EAGLE-3, few tokens: chain", "EAGLE-3: top_k", "MTP: chain"]
+MODELS = [
+    "draft model: chain",
+    "draft model: top_k",
+    "EAGLE-3, few tokens: chain",
+    "EAGLE-3: top_k",
+    "MTP: chain",
+    "MTP, two layers: chain",
+]
 OTHERS = [
     "EAGLE 3.1: chain",
     "DSpark: chain",

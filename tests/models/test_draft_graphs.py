@@ -44,7 +44,17 @@ from .test_graphs import Draft, plan
 
 pytestmark = pytest.mark.slow
 
-HEADS = ("EAGLE-3, few tokens", "EAGLE 3.1", "EAGLE-1", "P-EAGLE", "DFlash", "JetSpec", "DSpark, few tokens", "MTP")
+HEADS = (
+    "EAGLE-3, few tokens",
+    "EAGLE 3.1",
+    "EAGLE-1",
+    "P-EAGLE",
+    "DFlash",
+    "JetSpec",
+    "DSpark, few tokens",
+    "MTP",
+    "MTP, two layers",
+)
 DRAWN = ("sampled", "greedy_multi")  # kinds of trees that are drafted level by level
 FILTERED = SamplingLaw(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01)
 

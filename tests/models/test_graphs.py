@@ -196,6 +196,12 @@ class InTorch:
         return torch.stack(rows).view(len(addresses), -1).to(dtype)
 
     @staticmethod
+    def write_states(addresses: torch.Tensor, states: torch.Tensor) -> None:
+        for at, state in zip([] if addresses.is_meta else addresses.tolist(), states, strict=False):
+            if at:
+                memory(at, (len(state),), state.dtype).copy_(state)
+
+    @staticmethod
     def move(firsts: torch.Tensor, moves: torch.Tensor, blocks: torch.Tensor, widest: int) -> None:
         if firsts.is_meta:
             return

@@ -331,7 +331,9 @@ class FeatureNet(DraftNet):
             self.mark_computed(handle)
         return chains
 
-    def behind(self, handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], carried: Tensor) -> DeeperLayer:
+    def behind(
+        self, handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], carried: list[Tensor | None]
+    ) -> DeeperLayer:
         """Returns this layer for a call of ``chains_with`` of the first layer.
 
         Args:

@@ -91,6 +91,7 @@ class MtpStack(DraftNet):
         self.nets = tuple(nets)
         self.max_length, self.vocab_size = min(net.max_length for net in nets), nets[0].vocab_size
         self.batch_invariant = all(net.batch_invariant for net in nets)
+        self.adapts_levels = all(net.adapts_levels for net in nets)
 
     @property
     def normed(self) -> bool:
@@ -152,7 +153,7 @@ class MtpStack(DraftNet):
 
     @property
     def drafts_chains(self) -> bool:
-        return all(net.drafts_chains and net.adapts_levels for net in self.nets)
+        return all(net.drafts_chains for net in self.nets)
 
     def chains(
         self, handles: Sequence[HeadHandle], requests: Sequence[ChainRequest], vocab: int
@@ -163,14 +164,13 @@ class MtpStack(DraftNet):
         new: list[list[list[int]]] = []  # by deeper layer and sequence: tokens
         deeper: list[DeeperLayer] = []
         for k, net in enumerate(self.nets[1:], 1):
-            none = torch.zeros(1, net.hidden)
-            carried = torch.cat([above.outputs[-1] if above.outputs else none for above in layers[k - 1]])
+            carried = [above.outputs[-1] if above.outputs else None for above in layers[k - 1]]
             new.append([first.tokens[part.cached + k :] for first, part in zip(handles, layers[k], strict=True)])
             deeper.append(net.behind(layers[k], new[-1], carried))
         chains = self.nets[0].chains_with(handles, requests, deeper)
         for k, (layer, tokens) in enumerate(zip(deeper, new, strict=True), 1):
-            for above, part, added, state in zip(*layers[k - 1 : k + 1], tokens, layer.carried.split(1), strict=True):
-                above.outputs = [state] if above.cached else []
+            for above, part, added, state in zip(*layers[k - 1 : k + 1], tokens, layer.carried, strict=True):
+                above.outputs = [state] if above.cached and state is not None else []
                 self.nets[k].extend(part, added)
                 self.nets[k].mark_computed(part)
         return chains

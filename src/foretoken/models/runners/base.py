@@ -47,15 +47,19 @@ class Pass:
         return self.rows if self.rows is None or isinstance(self.rows, Tensor) else self.rows.tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeeperLayer:
     """A layer that drafts one level on the states of the layer before it (2412.19437, section 2.2)."""
 
     runner: "Runner"  # computes the layer
     parts: Sequence[Part]  # its new rows of each sequence, which has one row fewer than in the layer before
-    # float32 [sequences, H], the state of the layer before at the row before the new ones, 0 for none; replaced by the
-    # state at its last row, if it computes any
-    carried: Tensor
+    # [1, H] for each sequence, the state of the layer before at the row before the new ones; None for zeros. The draft
+    # replaces it by the state at that layer's last row, if it computes any.
+    carried: list[Tensor | None]
+
+    def only(self, numbers: Sequence[int]) -> "DeeperLayer":
+        """Returns the layer for some of the sequences."""
+        return DeeperLayer(self.runner, [self.parts[i] for i in numbers], [self.carried[i] for i in numbers])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Runner(ABC):
     joint_rows: int  # a sequence with more pending rows than this is prefilled by itself
     pass_rows: int  # approximate maximum of rows of a pass that several sequences share
     computes_chains: bool = False  # whether ``chains`` may be called
-    adapts_levels: bool = True  # see ``Model``; if not, ``chains`` takes no ``deeper`` layers either
+    adapts_levels: bool = True  # see ``Model``
     takes_unread: bool = False  # whether plans may have drafts that are still on the device
     # whether passes compute ``weights.Entry.fusion``, and take a target's states in the place of features
     fuses: bool = False

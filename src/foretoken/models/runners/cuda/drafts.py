@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +20,9 @@ from torch import Tensor
 
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.chains import ChainRequest, DraftVocabulary, Draws
+from foretoken.models.runners.base import DeeperLayer
 from foretoken.models.runners.cuda.graphs import Inputs
-from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill
+from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill, read_states, write_states
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
 from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import PassPlan
@@ -32,12 +35,29 @@ FIRST, ROOT, BUDGET, STEPS, SOURCE, TOP_K, TEMPERATURE, FLOOR, MIN_P, TOP_P, NOI
 # Rows of the table of a level.
 POSITIONS, COUNTS, PLACES, SIZES, LEVEL_ROWS = range(5)
 TILES, PREFIXES, PAGES = range(3)  # rows of the table that all levels share
+# Rows of the table of a deeper layer, of sequences: the row of the layer before whose state the drafted token reads,
+# and the addresses of the states that come in and go out; of rows: that whose state each reads, all behind the states
+# that come in.
+ROOTS, CARRIED, REPLACED, SOURCES = range(4)
 LIKELIEST, FRACTION, RACE = range(3)  # values of SOURCE
 UNFILTERED = SamplingLaw().kept
 MIN_KEPT = 8  # nodes of a tree that are returned, doubled until all fit
 
 # Computes rows, given their layout, the rows with logits (None for all) and features: logits, and the tapped states.
 Run = Callable[[RowLayout, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+class Tables(NamedTuple):
+    """The tables of a draft, int64."""
+
+    sequences: Tensor
+    shared: Tensor  # of all levels
+    levels: Tensor  # [levels - 1, ...]
+    states: Tensor  # addresses of the target's states
+    passes: list[Tensor]
+    deeper: list[Tensor]  # the new rows of deeper layers
+    links: list[Tensor]  # rows and addresses of the states that these read
+    pages: list[Tensor]  # of drafted tokens in the caches of deeper layers, as those of ``shared``
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +77,7 @@ class DraftBucket:
         distributions: whether the distributions of tokens are returned.
         tokens: size and width of the vocabulary, and the identity of its tokens and of its successors.
         fed: number, width and type of the target's states of a row, if ``passes[0]`` reads them where they are.
+        deeper: the new rows of layers that draft a level each.
     """
 
     passes: tuple[Bucket, ...]
@@ -71,6 +92,7 @@ class DraftBucket:
     distributions: bool
     tokens: tuple[int, int, int, int]
     fed: tuple[int, int, torch.dtype] | None
+    deeper: tuple[Bucket, ...] = ()
 
     @property
     def first(self) -> Bucket:
@@ -89,11 +111,14 @@ class DraftBucket:
         vocabulary: DraftVocabulary,
         state: int | None,
         foreseen: bool,
+        deeper: int = 0,
     ) -> DraftBucket:
         """Returns the smallest bucket that holds the drafts: all chains, or all trees of one width.
 
-        ``plans`` are those of ``passes``. ``reach`` of the last one includes the cache rows of later passes.
+        ``plans`` are those of ``passes``, and the new rows of ``deeper`` layers. ``reach`` includes the cache rows of
+        later passes.
         """
+        below, plans = plans[len(plans) - deeper :], plans[: len(plans) - deeper]
         *before, plan = plans
         shape, draws = requests[0].tree, [request.draws for request in requests if request.draws]
         width = 1 if shape is None else min(shape.width, vocabulary.size)
@@ -118,6 +143,7 @@ class DraftBucket:
             distributions=any(draw.rows for draw in draws),
             tokens=(vocabulary.size, vocabulary.width, id(vocabulary.ids), id(vocabulary.after)),
             fed=None if plans[0].states is None else plans[0].states.kind,
+            deeper=tuple(Bucket.of(rows, (), False) for rows in below),
         )
 
     @property
@@ -126,21 +152,26 @@ class DraftBucket:
         return sum(math.prod(shape) for shape in self.tables)
 
     @property
-    def tables(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tables: of ``passes``, of sequences, of all levels, of each level, and of states."""
+    def tables(self) -> list[tuple[int, ...]]:
+        """Shapes of the tables, in the order of ``Tables``."""
         pages, passes = self.first.longest // PAGE, 0 if self.foreseen else self.levels - 1
-        return (
-            *(each.shape for each in self.passes),
+        rows = self.rows if passes else 0
+        return [
             (NOISE + self.levels, self.sequences),
-            (PAGES + pages, self.rows if passes else 0),
-            (passes, LEVEL_ROWS, self.rows if passes else 0),
+            (PAGES + pages, rows),
+            (passes, LEVEL_ROWS, rows),
             (self.passes[0].rows, 0 if self.fed is None else self.fed[0]),
-        )
+            *(each.shape for each in (*self.passes, *self.deeper)),
+            *((SOURCES + 1, max(each.rows, self.sequences)) for each in self.deeper),
+            *((pages, rows) for _ in self.deeper),
+        ]
 
-    def split(self, table: Tensor) -> list[Tensor]:
+    def split(self, table: Tensor) -> Tables:
         """Returns the tables in the memory of the whole."""
         parts = table.split([math.prod(shape) for shape in self.tables])
-        return [part.view(shape) for part, shape in zip(parts, self.tables, strict=True)]
+        single = [part.view(shape) for part, shape in zip(parts, self.tables, strict=True)]
+        several, counts = iter(single[4:]), (len(self.passes), *[len(self.deeper)] * 3)
+        return Tables(*single[:4], *([*islice(several, count)] for count in counts))
 
 
 def source_of(draws: Draws) -> int:
@@ -160,20 +191,58 @@ def fill_drafts(
     pages: Sequence[Sequence[Places]],
     tile: int,
     pinned: bool,
+    links: Sequence[NDArray[np.int64]] = (),
 ) -> Tensor:
-    """Returns all tables one after another, int64; see ``layout.fill`` for the arguments."""
+    """Returns all tables one after another, int64; see ``layout.fill`` for the arguments.
+
+    Args:
+        plans: the passes, then the new rows of deeper layers. ``pages`` are in the same order.
+        links: results of ``link`` for the deeper layers.
+    """
     whole = torch.zeros(bucket.size, dtype=torch.int64, pin_memory=pinned)
-    *tables, sequences, shared, levels, states = bucket.split(whole)
-    for table, part, rows, held in zip(tables, bucket.passes, plans, pages, strict=True):
+    tables, first = bucket.split(whole), len(bucket.passes) - 1
+    buckets = (*bucket.passes, *bucket.deeper)
+    for table, part, rows, held in zip((*tables.passes, *tables.deeper), buckets, plans, pages, strict=True):
         table.copy_(fill(rows, part, held, tile, pinned=False))
-    read, plan = plans[0], plans[-1]
-    _fill_sequences(sequences.numpy(), plan, requests, bucket)
-    if levels.numel():
-        _fill_levels(levels.numpy(), shared.numpy(), plan, requests, bucket, pages[-1])
-    if bucket.fed is not None and read.states is not None:
-        addresses = np.array(read.states.addresses(), np.int64)
-        states.numpy()[: len(read.tokens)] = addresses.reshape(len(read.tokens), -1)
+    _fill_sequences(tables.sequences.numpy(), plans[first], requests, bucket)
+    if tables.levels.numel():
+        _fill_levels(tables.levels.numpy(), tables.shared.numpy(), plans[first], requests, bucket)
+        for table, held in zip((tables.shared[PAGES:], *tables.pages), pages[first:], strict=True):
+            _fill_pages(table.numpy(), held, bucket.width)
+    for table, values in zip(tables.links, links, strict=True):
+        table.numpy()[:, : values.shape[1]] = values
+    read = plans[0].states
+    if bucket.fed is not None and read is not None:
+        addresses = np.array(read.addresses(), np.int64)
+        tables.states.numpy()[: len(read)] = addresses.reshape(len(read), -1)
     return whole
+
+
+def link(above: PassPlan, layer: DeeperLayer, replaced: Sequence[Tensor]) -> tuple[PassPlan, NDArray[np.int64]]:
+    """Links the new rows of a deeper layer to those of the layer before.
+
+    Args:
+        above: the new rows of the layer before.
+        replaced: memory for the states that go out, [1, H] for each sequence.
+
+    Returns:
+        The new rows, and the table of ``ROOTS`` and the other fields.
+    """
+    tokens, sources, roots, count = list[int](), list[int](), list[int](), len(layer.parts)
+    end = 0
+    for number, (part, before) in enumerate(zip(layer.parts, above.parts, strict=True)):
+        end += before.count
+        tokens += above.tokens[end - part.count : end]
+        behind = [number, *range(count + end - before.count, count + end)]
+        roots.append(behind[-1])
+        sources += behind[len(behind) - 1 - part.count : -1]
+    positions = [row for part in layer.parts for row in range(part.first, part.end)]
+    plan = PassPlan(tokens, positions, list(layer.parts), [], [0] * count, above.reach)
+    table = np.zeros((SOURCES + 1, max(len(sources), count)), np.int64)
+    carried = [0 if state is None else state.data_ptr() for state in layer.carried]
+    for field, values in enumerate((roots, carried, [state.data_ptr() for state in replaced], sources)):
+        table[field, : len(values)] = values
+    return plan, table
 
 
 def _fill_sequences(
@@ -209,7 +278,6 @@ def _fill_levels(
     plan: PassPlan,
     requests: Sequence[ChainRequest],
     bucket: DraftBucket,
-    pages: Sequence[Places],
 ) -> None:
     """Fills the tables of the passes behind the first one: a row for each chain, or ``width`` rows for each tree."""
     width, count = bucket.width, len(requests) * bucket.width
@@ -222,19 +290,29 @@ def _fill_levels(
     levels[:, SIZES, :count] = going
     shared[TILES] = range(bucket.rows)
     shared[PREFIXES, :count] = end
+
+
+def _fill_pages(table: NDArray[np.int64], pages: Sequence[Places], width: int) -> None:
+    """Fills in the pages of ``width`` rows of each sequence."""
     for number, held in enumerate(pages):
-        shared[PAGES : PAGES + len(held), number * width : (number + 1) * width] = held[:, None]
+        table[: len(held), number * width : (number + 1) * width] = held[:, None]
+
+
+class LayerPasses(NamedTuple):
+    """Passes of a model, or of a deeper layer: their function, its KV cache and ALiBi's biases."""
+
+    run: Run
+    cache: PageCache
+    biases: Tensor | None = None  # see ``attention.attend_rows``
 
 
 class Levels:
     """The passes of all levels, on the device.
 
     Args:
-        run: computes a pass.
+        layers: computes passes of each level; the last one also those behind.
         inputs: the result of ``fill_drafts``, and the features of the first pass of drafts.
         bucket: the bucket of both.
-        cache: the KV cache.
-        biases: ALiBi's biases; see ``attention.attend_rows``.
         after: see ``DraftVocabulary``.
 
     Attributes:
@@ -243,19 +321,20 @@ class Levels:
 
     def __init__(
         self,
-        run: Run,
+        layers: Sequence[LayerPasses],
         inputs: Inputs,
         bucket: DraftBucket,
-        cache: PageCache,
-        biases: Tensor | None,
         after: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._run, self._bucket, self._cache, self._biases = run, bucket, cache, biases
-        *_, table, self.sequences, self._shared, self._tables, _ = bucket.split(inputs.table)
+        self._layers, self._bucket, self._tables = layers, bucket, bucket.split(inputs.table)
+        self.sequences, table, first = self._tables.sequences, self._tables.passes[-1], layers[0]
         outputs = table[OUTPUTS, : bucket.outputs]
-        self._first, states = run(RowLayout.of(table, bucket.first, cache, biases), outputs, inputs.features)
+        layout = RowLayout.of(table, bucket.first, first.cache, first.biases)
+        self._first, states = first.run(layout, outputs, inputs.features)
         self._features = None if states is None else states.index_select(0, outputs)
-        self._paths: Tensor | None = None
+        # of the last layer that began: its states at new rows, and at the rows of each level's tokens
+        self._new, self._drafted = states, list[Tensor]()
+        self._tokens, self._parents, self._paths = list[Tensor](), list[Tensor | None](), list[Tensor]()
         self._level, self._after = 0, after
         self._numbers: dict[tuple[int, int, bool], Tensor] = {}
 
@@ -293,29 +372,87 @@ class Levels:
         if parents is not None:
             parents = F.pad(parents, (0, rows - count))
             features = None if features is None else features.index_select(0, parents)
-        logits, self._features = self._run(self._layout(tokens, parents), None, features)
+        self._tokens.append(tokens)
+        self._parents.append(parents)
+        self._add_paths(parents)
+        if self._level < len(self._layers):
+            return self._begin(self._level)[:count]
+        layer = self._layers[-1]
+        last = len(self._layers) - 1
+        layout = RowLayout(tokens, *self._rows(self._level - 1, last), layer.cache, layer.biases)
+        logits, self._features = layer.run(layout, None, features)
         return logits[:count]
 
-    def _layout(self, tokens: Tensor, parents: Tensor | None) -> RowLayout:
-        table, shared = self._tables[self._level - 1], self._shared
-        places = table[PLACES]
-        paths = places[:0].view(0, len(places))
+    def finish(self) -> None:
+        """Computes the new rows of layers that draft no level."""
+        for number in range(self._level + 1, len(self._layers)):
+            self._begin(number)
+
+    def _add_paths(self, parents: Tensor | None) -> None:
+        """Adds the cache rows of the paths to the tokens of a level of trees, [depth, rows]."""
         if parents is not None:
-            if self._paths is not None:
-                paths = self._paths.index_select(1, parents)
-            self._paths = paths = torch.cat((paths, places[None]))
-        rows = PassRows(
-            counts=table[COUNTS],
-            ends=table[COUNTS],
-            pages=shared[PAGES:],
-            places=places,
-            prefixes=shared[PREFIXES],
-            paths=paths,
-            tiles=shared[TILES],
-            sizes=table[SIZES],
-            longest=self._bucket.first.longest,
-        )
-        return RowLayout(tokens, table[POSITIONS], rows, self._cache, self._biases)
+            places = self._tables.levels[self._level - 1, PLACES][None]
+            above = [self._paths[-1].index_select(1, parents)] if self._paths else []
+            self._paths.append(torch.cat((*above, places)))
+
+    def _rows(self, first: int, number: int) -> tuple[Tensor, PassRows]:
+        """Returns positions and rows of the tokens of levels from ``first`` on, in a layer.
+
+        Each layer has one row fewer than the layer before, unless there is none yet.
+        """
+        levels, shared = self._tables.levels[first : self._level], self._tables.shared
+        prefixes, count, depth = shared[PREFIXES], len(levels), len(self._paths)
+        fields = positions, counts, places = [levels[:, field].flatten() for field in (POSITIONS, COUNTS, PLACES)]
+        paths = [F.pad(paths, (0, 0, 0, depth - len(paths))) for paths in self._paths[first:]]
+        path = torch.cat(paths, 1) if paths else places[:0].view(0, len(places))
+        pages = self._tables.pages[number - 1] if number else shared[PAGES:]
+        if number:
+            fewer = prefixes.clamp(max=number)
+            positions, counts, places, path = ((each - fewer.repeat(count)).clamp(min=0) for each in (*fields, path))
+            prefixes, pages = (prefixes - fewer).repeat(count), pages.repeat(1, count)
+        tiles = shared[TILES] if count == 1 else torch.arange(len(places), device=places.device)
+        sizes = levels[:, SIZES].flatten()
+        rows = PassRows(counts, counts, pages, places, prefixes, path, tiles, sizes, self._bucket.first.longest)
+        return positions, rows
+
+    def _begin(self, number: int) -> Tensor:
+        """Computes a layer's new rows and the tokens of all levels. Returns the logits of the newest level's rows."""
+        bucket, links = self._bucket, self._tables.links[number - 1]
+        before, sequences = links[CARRIED, : bucket.sequences, None], bucket.sequences
+        assert self._new is not None
+        carried = read_states(before, self._new.shape[1], self._new.dtype, self._new.dtype)
+        known = torch.cat((carried, self._new))
+        roots = known.index_select(0, links[ROOTS, :sequences])
+        write_states(links[REPLACED, :sequences], roots)
+        features = [known.index_select(0, links[SOURCES, : bucket.deeper[number - 1].rows])]
+        drafted = self._drafted
+        if self._tokens:
+            below = roots[:, None].expand(-1, bucket.width, -1).flatten(0, 1)
+            features.append(F.pad(below, (0, 0, 0, bucket.rows - len(below))))
+        for states, parents in zip(drafted, self._parents[1:], strict=False):
+            features.append(states if parents is None else states.index_select(0, parents))
+        return self._compute_layer(number, torch.cat(features))
+
+    def _compute_layer(self, number: int, features: Tensor) -> Tensor:
+        layer, table, part = self._layers[number], self._tables.deeper[number - 1], self._bucket.deeper[number - 1]
+        if not len(features):  # the layer has no row yet
+            self._new = features
+            return features
+        layout = RowLayout.of(table, part, layer.cache, layer.biases)
+        if self._tokens:
+            positions, rows = self._rows(0, number)
+            layout = replace(
+                layout,
+                tokens=torch.cat((layout.tokens, *self._tokens)),
+                positions=torch.cat((layout.positions, positions)),
+                rows=layout.rows.followed(rows),
+            )
+        newest = torch.arange(max(0, len(features) - self._bucket.rows), len(features), device=features.device)
+        logits, states = layer.run(layout, newest, features)
+        assert states is not None
+        self._new, *self._drafted = states.split([part.rows, *[self._bucket.rows] * len(self._tokens)])
+        self._features = self._drafted[-1] if self._drafted else None
+        return logits
 
     def _foreseen(self, tokens: Tensor) -> Tensor:
         """Returns the logits behind the last token of each row, of which the first pass has computed the most part."""

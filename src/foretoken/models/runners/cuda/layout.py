@@ -242,6 +242,11 @@ def read_states(addresses: Tensor, width: int, held: torch.dtype, dtype: torch.d
     return states
 
 
+def write_states(addresses: Tensor, states: Tensor) -> None:
+    """Writes hidden states to memory elsewhere on the device; see the kernel."""
+    attention_kernels().write_states(addresses, states)
+
+
 def receive(plan: PassPlan, nodes: NDArray[np.int64]) -> None:
     """Passes the results of ``read_nodes`` to the drafts."""
     for part, end in zip(plan.parts, accumulate(plan.output_counts), strict=True):

@@ -12,8 +12,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.devices import fetched
@@ -26,9 +28,11 @@ from foretoken.models.runners.base import DeeperLayer, Injected, Move, Pass, Run
 from foretoken.models.runners.cuda.choice import DeviceChooser
 from foretoken.models.runners.cuda.drafts import (
     DraftBucket,
+    LayerPasses,
     Levels,
     Run,
     fill_drafts,
+    link,
 )
 from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graphs, Inputs, States
 from foretoken.models.runners.cuda.growth import NODES, ROWS, grow_chains, grow_trees
@@ -47,7 +51,7 @@ from foretoken.models.runners.cuda.page_cache import Moves, PageCache, Places
 from foretoken.models.runners.functional import best, normalize
 from foretoken.models.runners.layout import Layout
 from foretoken.models.runners.linear import product
-from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.runners.torch_experts import by_kernels
 from foretoken.models.runners.torch_layers import moved_norm
 from foretoken.models.runners.torch_runner import TorchRunner, cached_sizes
@@ -220,13 +224,24 @@ class CudaRunner(TorchRunner):
         for number, request in enumerate(requests):
             kinds.setdefault(0 if request.tree is None else request.tree.width, []).append(number)
         drafted: dict[int, UnreadChain] = {}
+        replaced = self._replaced(deeper, len(requests))
         for numbers in kinds.values():
             whole = len(kinds) == 1
             asked = [requests[number] for number in numbers]
             part = plan if whole else plan.only(numbers)
-            drafts, injected = self._draft(part, asked, vocabulary, state, foreseen, injected), None
+            below = [layer.only(numbers) for layer in deeper]
+            memory = [[states[number] for number in numbers] for states in replaced]
+            drafts = self._draft(part, asked, vocabulary, state, foreseen, injected, below, memory)
+            injected = None
             drafted.update(zip(numbers, drafts, strict=True))
+        for layer, states in zip(deeper, replaced, strict=True):
+            layer.carried[:] = states
         return UnreadChains([drafted[number] for number in range(len(requests))])
+
+    def _replaced(self, deeper: Sequence[DeeperLayer], sequences: int) -> Sequence[Sequence[Tensor]]:
+        """Returns memory for the states that replace ``carried`` of each layer, [1, H] for each sequence."""
+        shape = len(deeper), sequences, self._architecture.hidden
+        return [rows.split(1) for rows in torch.empty(shape, dtype=self._dtype, device=self._device)]
 
     def _draft(
         self,
@@ -236,36 +251,46 @@ class CudaRunner(TorchRunner):
         state: int | None,
         foreseen: bool,
         injected: Injected | None,
+        deeper: Sequence[DeeperLayer],
+        replaced: Sequence[Sequence[Tensor]],
     ) -> list[UnreadChain]:
-        """Drafts chains, or trees of one width; see ``chains``."""
-        ends = [
-            part.end + (0 if foreseen else request.rows) for part, request in zip(plan.parts, requests, strict=True)
-        ]
+        """Drafts chains, or trees of one width; see ``chains`` and ``_replaced``."""
+        further = [0 if foreseen else request.rows for request in requests]
         before, injector = ([], None) if injected is None else ([injected.plan], injected.runner)
         assert injector is None or isinstance(injector, CudaRunner)
-        pages = [[self._paged.reserve(part.slot, part.first, part.end) for part in rows.parts] for rows in before]
-        pages += [[self._paged.reserve(part.slot, part.first, end) for part, end in zip(plan.parts, ends, strict=True)]]
-        plans = [*before, replace(plan, reach=max(ends))]
-        self._paged.settle()
-        bucket = DraftBucket.of(plans, requests, vocabulary, state, foreseen)
-        for runner in filter(None, (injector, self)):
+        reach = max(part.end + more for part, more in zip(plan.parts, further, strict=True))
+        plans, pages = [*before, replace(plan, reach=reach)], [self._reserved(rows.parts) for rows in before]
+        pages.append(self._reserved(plan.parts, further))
+        runners, links = [self], list[NDArray[np.int64]]()
+        for layer, states in zip(deeper, replaced, strict=True):
+            assert isinstance(layer.runner, CudaRunner)
+            runners.append(layer.runner)
+            pages.append(layer.runner._reserved(layer.parts, further))
+            rows, table = link(plans[-1], layer, states)
+            plans.append(rows)
+            links.append(table)
+        bucket = DraftBucket.of(plans, requests, vocabulary, state, foreseen, len(deeper))
+        for runner in filter(None, (injector, *runners)):
             runner._reserve_positions(bucket.first.longest)
-        table = fill_drafts(plans, requests, bucket, pages, self._tile, self._device.type == "cuda")
+        tables = fill_drafts(plans, requests, bucket, pages, self._tile, self._device.type == "cuda", links)
         fed = self._fed(plans[0]) if bucket.fed is None else None
-        inputs, ids = Inputs(table, fed, rows=bucket.passes[0].rows), self._token_ids(vocabulary)
+        inputs, ids = Inputs(tables, fed, rows=bucket.passes[0].rows), self._token_ids(vocabulary)
 
         def compute(inputs: Inputs) -> States:
             if bucket.fed is not None:
-                states = read_states(bucket.split(inputs.table)[-1], *bucket.fed[1:], self._dtype)
+                states = read_states(bucket.split(inputs.table).states, *bucket.fed[1:], self._dtype)
                 inputs = replace(inputs, features=states)
             inputs = replace(inputs, features=self._features(inputs, bucket.passes[0]))
             if injector is not None:
                 inputs = injector._inject(inputs, bucket)
-            levels = Levels(self._level_of(bucket), inputs, bucket, self._paged, self._biases, vocabulary.after)
-            return (grow_trees if bucket.kept else grow_chains)(levels, bucket, ids)
+            layers = [LayerPasses(each._level_of(bucket), each._paged, each._biases) for each in runners]
+            levels = Levels(layers, inputs, bucket, vocabulary.after)
+            grown = (grow_trees if bucket.kept else grow_chains)(levels, bucket, ids)
+            levels.finish()
+            return grown
 
         if all(each.rows <= MAX_ROWS for each in bucket.passes):
-            held = ids, vocabulary.ids, vocabulary.after, injector and injector._tables
+            held = ids, vocabulary.ids, vocabulary.after, injector and injector._tables, [r._tables for r in runners]
             computed = self._run(bucket, inputs, compute, held)
         else:
             computed = compute(inputs.to(self._device))
@@ -273,9 +298,15 @@ class CudaRunner(TorchRunner):
         self._last.append(weakref.ref(memory))
         return [UnreadChain(memory, number, request) for number, request in enumerate(requests)]
 
+    def _reserved(self, parts: Sequence[Part], further: Sequence[int] = ()) -> list[Places]:
+        """Returns the pages of each part's sequence, with those of the rows ``further`` behind it."""
+        self._paged.settle()
+        ends = [part.end + more for part, more in zip(parts, further or [0] * len(parts), strict=True)]
+        return [self._paged.reserve(part.slot, part.first, end) for part, end in zip(parts, ends, strict=True)]
+
     def _inject(self, inputs: Inputs, bucket: DraftBucket) -> Inputs:
         """Writes the keys and values of injected rows. Returns the inputs of the pass behind them."""
-        layout = RowLayout.of(bucket.split(inputs.table)[0], bucket.passes[0], self._paged, self._biases)
+        layout = RowLayout.of(bucket.split(inputs.table).passes[0], bucket.passes[0], self._paged, self._biases)
         self._states(layout, (), features=inputs.features)
         return replace(inputs, features=None)
 

@@ -246,16 +246,18 @@ class NativeRunner(Runner):
         batch.logits = logits.address
         if state is not None:
             self._tap_again(batch, state)
-        if deeper:
-            self._add_deeper(batch, chains, deeper)
+        carried = self._add_deeper(batch, chains, deeper) if deeper else []
         self._library.foretoken_chains(self._spec, batch, chains.spec, self._workspace, self.threads)
+        for layer, states in zip(deeper, carried, strict=True):
+            layer.carried[:] = states.split(1)
         return chains.results()
 
-    def _add_deeper(self, batch: BatchSpec, chains: ChainArrays, deeper: Sequence[DeeperLayer]) -> None:
-        """Adds layers that draft a level each to a call."""
+    def _add_deeper(self, batch: BatchSpec, chains: ChainArrays, deeper: Sequence[DeeperLayer]) -> list[Tensor]:
+        """Adds layers that draft a level each to a call. Returns their carried states, which the call replaces."""
         assert chains.further is not None  # a model that foresees all levels has one layer's passes
-        specs = (DeeperSpec * len(deeper))()
-        for layer, spec in zip(deeper, specs, strict=True):
+        specs, none = (DeeperSpec * len(deeper))(), torch.zeros(1, self._architecture.hidden)
+        carried = [torch.cat([none if state is None else state for state in layer.carried]) for layer in deeper]
+        for layer, spec, states in zip(deeper, specs, carried, strict=True):
             runner = layer.runner
             assert isinstance(runner, NativeRunner)
             self._link(runner.kinds)
@@ -264,9 +266,10 @@ class NativeRunner(Runner):
             batch.held += [cached, pages, counts]
             spec.model, spec.workspace = ctypes.pointer(runner._spec), runner._workspace.address
             spec.pages, spec.page_counts, spec.cached = (a.buffer_info()[0] for a in (pages, counts, cached))
-            spec.carried = layer.carried.data_ptr()
+            spec.carried = states.data_ptr()
         batch.held.append(specs)
         chains.spec.deeper, chains.spec.deeper_count = ctypes.addressof(specs), len(deeper)
+        return carried
 
     def _chain_arrays(
         self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, foreseen: bool

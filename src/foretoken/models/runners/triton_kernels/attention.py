@@ -333,6 +333,21 @@ def read_states(addresses: Tensor, width: int, held: torch.dtype, dtype: torch.d
     return result
 
 
+@triton.jit
+def _write_states(addresses, states, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    address = tl.load(addresses + row)
+    count = tl.where(address == 0, 0, WIDTH)
+    values = tl.load(states + row.to(tl.int64) * WIDTH + at, mask=at < WIDTH, other=0.0)
+    tl.store(address.to(tl.pointer_type(states.dtype.element_ty)) + at, values, mask=at < count)
+
+
+def write_states(addresses: Tensor, states: Tensor) -> None:
+    """Writes states [R, width] to addresses [R] of as many elements of their type; nothing to address 0."""
+    (rows, width), block = states.shape, min(1024, triton.next_power_of_2(states.shape[1]))
+    _write_states[rows, triton.cdiv(width, block)](addresses, states, WIDTH=width, BLOCK=block, num_warps=4)
+
+
 def attend_rows(
     queries: Tensor,
     cache: LayerPages,

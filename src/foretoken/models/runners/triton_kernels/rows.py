@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 STRETCH = 256  # keys of one program; the sums over stretches depend on this number alone, not on the cache's length
@@ -46,6 +48,14 @@ class PassRows:
     # ``EDGE`` of them
     sizes: Tensor
     longest: int  # at least the greatest of ``ends``
+
+    def followed(self, other: PassRows) -> PassRows:
+        """Returns these rows and then the others, whose paths are at least as deep."""
+        fields = ("counts", "ends", "pages", "places", "prefixes", "sizes")
+        joined = {name: torch.cat((getattr(self, name), getattr(other, name)), -1) for name in fields}
+        paths = F.pad(self.paths, (0, 0, 0, len(other.paths) - len(self.paths)))
+        tiles = torch.cat((self.tiles, other.tiles + len(self.counts)))
+        return PassRows(**joined, paths=torch.cat((paths, other.paths), 1), tiles=tiles, longest=self.longest)
 
 
 @dataclass(frozen=True, slots=True)
