@@ -181,17 +181,23 @@ OTHERS = [
     [
         *product(MODELS, ("greedy", "sampled", "filtered", "unscaled")),
         *product(OTHERS, ("greedy", "filtered", "unscaled")),
+        *product(("draft model: top_k", "EAGLE-3: top_k"), ("coupled", "unscaled coupled")),
+        *product(("draft model: ranked", "EAGLE-3: at_once"), ("greedy, filtered", "unscaled, greedy")),
     ],
 )
 def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
     drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path
 ) -> None:
-    """A step that captures a graph moves the rows of accepted trees by one launch more."""
+    """A step that captures a graph moves the rows of accepted trees by one launch more.
+
+    Two texts are of alternate sequences. Greedy ones have trees then, and others chains, which share a graph.
+    """
+    texts = text.split(", ")
     model, proposer = device.model(path), proposer_of(drafter, device, path, tmp_path)
     for batch, length in ((1, 9), (8, 4), (32, 3)):
         engine = Engine(model, proposer, Fixed(3), max_sequences=32)
         for number in range(batch):
-            add(engine, number, text, length, prompt=3)
+            add(engine, number, texts[number % len(texts)], length, prompt=3)
         steps = counted(device, engine)
         assert all(s.launches <= 3 + s.captures and s.reads == 1 and not s.waits for s in steps), (batch, steps)
         assert sum(engine.take(number).counts.drafted for number in range(batch)) >= batch

@@ -34,7 +34,7 @@ from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockNet
 from foretoken.models.loading import load_model
-from foretoken.models.runners.cuda import runner
+from foretoken.models.runners.cuda import drafts as cuda_drafts
 from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
@@ -224,15 +224,16 @@ def test_drafts_on_the_device_are_scored_again_and_sent_to_others(tree: Any, fol
 
 
 @pytest.mark.parametrize("rows", [64, 256])
-def test_first_passes_of_many_rows(rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_passes_of_many_rows_are_captured(rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_graphs() as recorders:
         model = llama(folder)
         expected = chains(model, opened(model))
-        monkeypatch.setattr(runner, "MAX_ROWS", rows)
-        captured = recorders[0].captured
-        handles = [model.open(text(n, i)) for i, n in enumerate((9, 30, 1))] + [model.open(text(90, 5))]
-        grown = model.chains(handles, [ChainRequest(limit) for limit in (*LIMITS, 3)], VOCAB)
-        assert (recorders[0].captured > captured) == (rows == 256)
+        monkeypatch.setattr(cuda_drafts, "MAX_ROWS", rows)
+        captured, lengths = recorders[0].captured, (90,) if rows == 256 else (90, 130)
+        for length in lengths:
+            handles = [model.open(text(n, i)) for i, n in enumerate((9, 30, 1))] + [model.open(text(length, 5))]
+            grown = model.chains(handles, [ChainRequest(limit) for limit in (*LIMITS, 3)], VOCAB)
+        assert recorders[0].captured == captured + 1  # 130 and 170 rows are both padded to 256
         for one, other in zip(grown, expected, strict=False):
             assert one == other
 

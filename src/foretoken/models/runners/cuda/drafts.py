@@ -30,8 +30,8 @@ from foretoken.models.runners.triton_kernels.rows import PassRows
 from foretoken.models.runners.triton_kernels.steps import doubled
 from foretoken.models.state.pages import PAGE
 
-# Rows of the table of sequences; those of random numbers follow, one for each level.
-FIRST, ROOT, BUDGET, STEPS, SOURCE, TOP_K, TEMPERATURE, FLOOR, MIN_P, TOP_P, NOISE = range(11)
+# Rows of the table of sequences; those of random numbers follow, one for each level. TREE is whether it is no chain.
+FIRST, ROOT, TREE, BUDGET, STEPS, SOURCE, TOP_K, TEMPERATURE, FLOOR, MIN_P, TOP_P, NOISE = range(12)
 # Rows of the table of a level.
 POSITIONS, COUNTS, PLACES, SIZES, LEVEL_ROWS = range(5)
 TILES, PREFIXES, PAGES = range(3)  # rows of the table that all levels share
@@ -42,6 +42,7 @@ ROOTS, CARRIED, REPLACED, SOURCES = range(4)
 LIKELIEST, FRACTION, RACE = range(3)  # values of SOURCE
 UNFILTERED = SamplingLaw().kept
 MIN_KEPT = 8  # nodes of a tree that are returned, doubled until all fit
+MAX_ROWS = 512  # more rows of a pass are doubled until all fit
 
 # Computes rows, given their layout, the rows with logits (None for all) and features: logits, and the tapped states.
 Run = Callable[[RowLayout, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -70,6 +71,7 @@ class DraftBucket:
         levels: number of levels.
         width: candidates of a node of a tree, and nodes that are expanded on a level; 1 for chains.
         kept: number of nodes of a tree that are returned; 0 for chains.
+        mixed: whether there are chains among trees.
         outputs: rows of the first pass that have logits, padding included.
         foreseen: whether these are all levels of each draft, so that no other pass follows.
         sources: the kinds of tokens among the drafts, of ``SOURCE``.
@@ -85,6 +87,7 @@ class DraftBucket:
     levels: int
     width: int
     kept: int
+    mixed: bool
     outputs: int
     foreseen: bool
     sources: tuple[int, ...]
@@ -113,15 +116,15 @@ class DraftBucket:
         foreseen: bool,
         deeper: int = 0,
     ) -> DraftBucket:
-        """Returns the smallest bucket that holds the drafts: all chains, or all trees of one width.
+        """Returns the smallest bucket that holds the drafts: chains, and trees of one width.
 
         ``plans`` are those of ``passes``, and the new rows of ``deeper`` layers. ``reach`` includes the cache rows of
         later passes.
         """
         below, plans = plans[len(plans) - deeper :], plans[: len(plans) - deeper]
         *before, plan = plans
-        shape, draws = requests[0].tree, [request.draws for request in requests if request.draws]
-        width = 1 if shape is None else min(shape.width, vocabulary.size)
+        trees, draws = [each for each in requests if each.tree], [each.draws for each in requests if each.draws]
+        width = max(min(each.tree.width, vocabulary.size) if each.tree else 1 for each in requests)
         sources = {LIKELIEST} if len(draws) < len(requests) else set[int]()
         sources |= {source_of(draw) for draw in draws}
         levels = max(request.levels for request in requests)
@@ -129,13 +132,14 @@ class DraftBucket:
         sequences = min(doubled(len(requests), 1), padded(len(requests)))
         return DraftBucket(
             passes=(
-                *(Bucket.of(rows, (), False) for rows in before),
-                Bucket.of(plan, () if state is None else (state,), True),
+                *(_coarse(Bucket.of(rows, (), False)) for rows in before),
+                _coarse(Bucket.of(plan, () if state is None else (state,), True)),
             ),
             sequences=sequences,
             levels=levels,
             width=width,
-            kept=0 if shape is None else min(nodes, doubled(max(request.limit for request in requests), MIN_KEPT)),
+            kept=min(nodes, doubled(max(each.limit for each in trees), MIN_KEPT)) if trees else 0,
+            mixed=0 < len(trees) < len(requests),
             outputs=padded(len(plan.outputs) if foreseen else sequences),
             foreseen=foreseen,
             sources=tuple(sorted(sources)),
@@ -143,7 +147,7 @@ class DraftBucket:
             distributions=any(draw.rows for draw in draws),
             tokens=(vocabulary.size, vocabulary.width, id(vocabulary.ids), id(vocabulary.after)),
             fed=None if plans[0].states is None else plans[0].states.kind,
-            deeper=tuple(Bucket.of(rows, (), False) for rows in below),
+            deeper=tuple(_coarse(Bucket.of(rows, (), False)) for rows in below),
         )
 
     @property
@@ -172,6 +176,11 @@ class DraftBucket:
         single = [part.view(shape) for part, shape in zip(parts, self.tables, strict=True)]
         several, counts = iter(single[4:]), (len(self.passes), *[len(self.deeper)] * 3)
         return Tables(*single[:4], *([*islice(several, count)] for count in counts))
+
+
+def _coarse(bucket: Bucket) -> Bucket:
+    """Returns the bucket, of many rows with more padding, so that few graphs are captured."""
+    return replace(bucket, rows=doubled(bucket.rows, MAX_ROWS)) if bucket.rows > MAX_ROWS else bucket
 
 
 def source_of(draws: Draws) -> int:
@@ -255,6 +264,7 @@ def _fill_sequences(
         table[FIRST, number], table[ROOT, number] = output, plan.tokens[row]
         table[BUDGET, number], table[STEPS, number] = request.limit, request.levels
         if request.tree is not None:
+            table[TREE, number] = 1
             floats[TEMPERATURE, number], floats[FLOOR, number] = request.tree.temperature, request.tree.floor
         if request.draws is not None:
             draws, kept = request.draws, request.draws.kept
@@ -279,14 +289,16 @@ def _fill_levels(
     requests: Sequence[ChainRequest],
     bucket: DraftBucket,
 ) -> None:
-    """Fills the tables of the passes behind the first one: a row for each chain, or ``width`` rows for each tree."""
+    """Fills the tables of the passes behind the first one: ``width`` rows for each sequence, of chains the first."""
     width, count = bucket.width, len(requests) * bucket.width
+    number, chains = np.tile(np.arange(width), len(requests)), [request.tree is None for request in requests]
+    step = np.where(np.repeat(chains, width), 1, width)
     end = np.repeat(np.array([part.end for part in plan.parts]), width)
     depth = np.arange(1, bucket.levels)[:, None]
-    going = depth < np.repeat(np.array([request.levels for request in requests]), width)
+    going = (depth < np.repeat([request.levels for request in requests], width)) & (number < step)
     levels[:, POSITIONS, :count] = (end - 1 + depth) * going
     levels[:, COUNTS, :count] = (end + depth) * going
-    levels[:, PLACES, :count] = (end + (depth - 1) * width + np.tile(np.arange(width), len(requests))) * going
+    levels[:, PLACES, :count] = (end + (depth - 1) * step + number) * going
     levels[:, SIZES, :count] = going
     shared[TILES] = range(bucket.rows)
     shared[PREFIXES, :count] = end

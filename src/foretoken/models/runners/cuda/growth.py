@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.sampling import nucleus_sorted
@@ -20,6 +21,7 @@ from foretoken.models.runners.cuda.drafts import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    TREE,
     DraftBucket,
     Levels,
 )
@@ -28,31 +30,48 @@ from foretoken.models.runners.cuda.graphs import States
 NODES, ROWS = range(2)  # results of a graph
 
 
-def grow_chains(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> States:
-    """Grows a chain for each sequence.
+class Chains:
+    """Chains that grow, one for each sequence.
 
     Args:
         levels: the passes.
         bucket: their bucket.
         ids: int64 [size], the target's token of each logit; None if it is the logit's index.
-
-    Returns:
-        ``NODES``, whose scores are the probabilities of the likeliest tokens, NaN where no token is possible; and
-        ``ROWS``, the distributions [sequences, levels, width], if the bucket has them.
     """
-    tokens, probabilities, rows = [], [], []
-    logits = levels.first()
+
+    def __init__(self, levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> None:
+        self._levels, self._bucket, self._ids = levels, bucket, ids
+        self._tokens, self._probabilities, self._rows = list[Tensor](), list[Tensor](), list[Tensor]()
+
+    def next(self, logits: Tensor) -> Tensor:
+        """Returns the next token of each chain by the logits [sequences, V] behind it."""
+        bucket, ids = self._bucket, self._ids
+        index, probability, rows = _choose(logits[:, : bucket.tokens[0]], len(self._tokens), self._levels, bucket, ids)
+        self._tokens.append(index if ids is None else ids.take(index))
+        self._probabilities.append(probability)
+        if bucket.distributions and rows is not None:
+            self._rows.append(_widened(rows, ids, bucket.tokens[1]))
+        return self._tokens[-1]
+
+    def results(self) -> States:
+        """Returns the results of a graph.
+
+        These are ``NODES``, whose scores are the probabilities of the likeliest tokens, NaN where no token is possible;
+        and ``ROWS``, the distributions [sequences, levels, width], if the bucket has them.
+        """
+        drafted = torch.stack(self._tokens, 1)
+        nodes = {NODES: _nodes(drafted, torch.ones_like(drafted), torch.stack(self._probabilities, 1))}
+        return nodes | {ROWS: torch.stack(self._rows, 1)} if self._rows else nodes
+
+
+def grow_chains(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> States:
+    """Grows a chain for each sequence; see ``Chains``."""
+    chains, logits = Chains(levels, bucket, ids), levels.first()
     for level in range(bucket.levels):
-        index, probability, distributions = _choose(logits[:, : bucket.tokens[0]], level, levels, bucket, ids)
-        tokens.append(index if ids is None else ids.take(index))
-        probabilities.append(probability)
-        if bucket.distributions and distributions is not None:
-            rows.append(_widened(distributions, ids, bucket.tokens[1]))
+        tokens = chains.next(logits)
         if level + 1 < bucket.levels:
-            logits = levels.next(tokens[-1])
-    drafted = torch.stack(tokens, 1)
-    nodes = {NODES: _nodes(drafted, torch.ones_like(drafted), torch.stack(probabilities, 1))}
-    return nodes | {ROWS: torch.stack(rows, 1)} if rows else nodes
+            logits = levels.next(tokens)
+    return chains.results()
 
 
 def _nodes(tokens: Tensor, up: Tensor, scores: Tensor) -> Tensor:
@@ -112,15 +131,16 @@ def _at_fraction(rows: Tensor, fraction: Tensor) -> Tensor:
 
 
 def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> States:
-    """Grows a tree of likely tokens for each sequence, as ``propose.tree.Tree`` does.
+    """Grows a tree of likely tokens for each sequence, as ``propose.tree.Tree`` does, or a chain in its first rows.
 
     Nodes are numbered level by level; those of a level are the candidates of its frontier, ``width`` of each node.
 
     Returns:
-        ``NODES``, the best nodes in the order of their numbers. Those that are not there come last.
+        ``NODES``, the best nodes in the order of their numbers. Those that are not there come last. With chains also
+        ``ROWS``.
     """
     count, width = bucket.sequences, bucket.width
-    logits = levels.first()
+    logits, chains = levels.first(), Chains(levels, bucket, ids) if bucket.mixed else None
     above = torch.zeros_like(levels.each(FLOOR, floats=True))  # [sequences, frontier], -inf for nodes not expanded
     frontier = torch.full_like(levels.each(BUDGET), -1)  # [sequences, frontier], numbers of nodes
     numbers = torch.arange(width + (bucket.levels - 1) * width**2, device=logits.device).expand(count, -1)
@@ -128,6 +148,7 @@ def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> State
     tokens, parents, scores = list[Tensor](), list[Tensor](), above[:, :0]
     for level in range(bucket.levels):
         start = scores.shape[1]  # number of the level's first node
+        chained = None if chains is None else chains.next(logits.view(count, -1, logits.shape[1])[:, 0])
         likely, index = _candidates(logits[:, : bucket.tokens[0]], level, levels, bucket, ids)
         tokens.append((index if ids is None else ids.take(index)).view(count, -1))
         parents.append(frontier[..., None].expand(-1, -1, width).flatten(1))
@@ -142,9 +163,21 @@ def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> State
         above = scores.gather(1, frontier)
         above = above.where(expanded & (above >= levels.each(FLOOR, floats=True)), -torch.inf)
         rows = at // width + (first if level else first // width)
-        logits = levels.next(tokens[-1].gather(1, at).flatten(), rows.flatten())
+        likeliest = tokens[-1].gather(1, at)
+        if chained is not None:
+            trees = levels.each(TREE) > 0
+            likeliest, rows = likeliest.where(trees, chained[:, None]), rows.where(trees, first if level else rows)
+        logits = levels.next(likeliest.flatten(), rows.flatten())
     kept = order[:, : bucket.kept]
-    return {NODES: _kept(kept, torch.cat(tokens, 1), torch.cat(parents, 1), scores, levels)}
+    nodes = _kept(kept, torch.cat(tokens, 1), torch.cat(parents, 1), scores, levels)
+    return {NODES: nodes} if chains is None else _joined(nodes, chains.results(), levels)
+
+
+def _joined(trees: Tensor, chains: States, levels: Levels) -> States:
+    """Returns the results of chains, with the nodes of trees [fields, sequences, nodes] where a sequence has one."""
+    count = max(trees.shape[2], chains[NODES].shape[2])
+    drafts = [F.pad(nodes, (0, count - nodes.shape[2])) for nodes in (trees, chains[NODES])]
+    return chains | {NODES: drafts[0].where(levels.each(TREE) > 0, drafts[1])}
 
 
 def _kept(best: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, levels: Levels) -> Tensor:

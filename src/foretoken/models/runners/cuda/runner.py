@@ -27,6 +27,7 @@ from foretoken.models.formats.weights import Ends, Entry, ExpertWeights, LayerWe
 from foretoken.models.runners.base import DeeperLayer, Injected, Move, Pass, Runner
 from foretoken.models.runners.cuda.choice import DeviceChooser
 from foretoken.models.runners.cuda.drafts import (
+    MAX_ROWS,
     DraftBucket,
     LayerPasses,
     Levels,
@@ -59,7 +60,6 @@ from foretoken.models.runners.triton_kernels.rows import rows_per_tile
 from foretoken.models.runners.triton_kernels.steps import fill_steps
 from foretoken.models.state.recurrent import StateShape
 
-MAX_ROWS = 512  # with more rows, products take longer than launches
 # Results of a pass: logits, or the likeliest tokens; all taps in one tensor; nodes that the host has not read.
 LOGITS, LIKELIEST, TAPS, DRAFTED = range(4)
 
@@ -220,9 +220,9 @@ class CudaRunner(TorchRunner):
         deeper: Sequence[DeeperLayer] = (),
         injected: Injected | None = None,
     ) -> Sequence[ModelChain]:
-        kinds: dict[int, list[int]] = {}
+        kinds, widest = dict[int, list[int]](), max(request.tree.width if request.tree else 0 for request in requests)
         for number, request in enumerate(requests):
-            kinds.setdefault(0 if request.tree is None else request.tree.width, []).append(number)
+            kinds.setdefault(request.tree.width if request.tree else widest, []).append(number)
         drafted: dict[int, UnreadChain] = {}
         replaced = self._replaced(deeper, len(requests))
         for numbers in kinds.values():
@@ -254,7 +254,7 @@ class CudaRunner(TorchRunner):
         deeper: Sequence[DeeperLayer],
         replaced: Sequence[Sequence[Tensor]],
     ) -> list[UnreadChain]:
-        """Drafts chains, or trees of one width; see ``chains`` and ``_replaced``."""
+        """Drafts chains, and trees of one width; see ``chains`` and ``_replaced``."""
         further = [0 if foreseen else request.rows for request in requests]
         before, injector = ([], None) if injected is None else ([injected.plan], injected.runner)
         assert injector is None or isinstance(injector, CudaRunner)
@@ -289,11 +289,8 @@ class CudaRunner(TorchRunner):
             levels.finish()
             return grown
 
-        if all(each.rows <= MAX_ROWS for each in bucket.passes):
-            held = ids, vocabulary.ids, vocabulary.after, injector and injector._tables, [r._tables for r in runners]
-            computed = self._run(bucket, inputs, compute, held)
-        else:
-            computed = compute(inputs.to(self._device))
+        held = ids, vocabulary.ids, vocabulary.after, injector and injector._tables, [each._tables for each in runners]
+        computed = self._run(bucket, inputs, compute, held)
         memory = DraftMemory(computed[NODES], computed.get(ROWS))
         self._last.append(weakref.ref(memory))
         return [UnreadChain(memory, number, request) for number, request in enumerate(requests)]
