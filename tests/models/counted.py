@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from foretoken.core import devices
@@ -156,7 +157,8 @@ class Counts:
                 setattr(self, counter, getattr(self, counter) + 1)
             self.inside = True
             try:
-                return function(*args, **kwargs)
+                with DisableTorchFunction(), _disable_current_modes():  # which would count nothing inside
+                    return function(*args, **kwargs)
             finally:
                 self.inside = False
 
