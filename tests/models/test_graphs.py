@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +116,19 @@ class InTorch:
     def store(keys: torch.Tensor, values: torch.Tensor, cache: LayerPages, rows: PassRows) -> None:
         if keys.is_meta:
             return
-        for row in range(len(rows.counts)):
-            if rows.counts[row]:
-                page, place = divmod(int(rows.places[row]), PAGE)
-                for half, fresh in enumerate((keys, values)[: 1 + (cache.values != cache.keys)]):
-                    written, scales = block(cache, int(rows.pages[page, row]), half)
-                    number = fresh[row].float()
-                    if scales is not None:
-                        scales[:, place] = number.abs().amax(-1) / 127
-                        number = (number / scales[:, place, None].clamp(min=1e-30)).round()
-                    written[:, place] = number.to(written.dtype)
+        stored = rows.counts.nonzero()[:, 0]
+        places = rows.places[stored]
+        pages = rows.pages[places // PAGE, stored]
+        for page in pages.unique().tolist():
+            here = stored[pages == page]
+            place = rows.places[here] % PAGE
+            for half, fresh in enumerate((keys, values)[: 1 + (cache.values != cache.keys)]):
+                written, scales = block(cache, page, half)
+                numbers = fresh[here].float().transpose(0, 1)
+                if scales is not None:
+                    scales[:, place] = numbers.abs().amax(-1) / 127
+                    numbers = (numbers / scales[:, place, None].clamp(min=1e-30)).round()
+                written[:, place] = numbers.to(written.dtype)
 
     @staticmethod
     def attend_rows(
@@ -139,6 +143,9 @@ class InTorch:
     ) -> torch.Tensor:
         if queries.is_meta:
             return torch.empty_like(queries[..., : cache.dim])
+        result, used = torch.zeros_like(queries[..., : cache.dim]), rows.counts.nonzero()[:, 0]  # without padding
+        fields = ("counts", "ends", "prefixes", "pages", "paths")
+        queries, rows = queries[used], replace(rows, **{name: getattr(rows, name)[..., used] for name in fields})
         count, end, depth = rows.counts[:, None], rows.ends[:, None], len(rows.paths)
         longest = min(rows.longest, PAGE * max(1, -(-int(rows.ends.max()) // PAGE)))  # behind it no row sees a key
         position = torch.arange(longest)[None]
@@ -158,7 +165,8 @@ class InTorch:
         if sinks is not None:
             scores = torch.cat((scores, sinks.float().expand(len(queries), -1)[..., None]), -1)
         shares = scores.softmax(-1)[..., : position.shape[1]].nan_to_num()
-        return (shares.unflatten(1, (cache.heads, -1)) @ v).flatten(1, 2)[..., : cache.dim].to(queries.dtype)
+        result[used] = (shares.unflatten(1, (cache.heads, -1)) @ v).flatten(1, 2)[..., : cache.dim].to(queries.dtype)
+        return result
 
     @staticmethod
     def read_nodes(
