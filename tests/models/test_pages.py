@@ -25,6 +25,13 @@ class Memory:
         return ctypes.addressof(self.held[-1])
 
 
+@pytest.fixture
+def pages() -> Pages:
+    result = Pages(Memory().allocate, BYTES)
+    result.enable_prefix_cache(100 * BYTES)
+    return result
+
+
 def rows(tokens: Sequence[int]) -> bytes:
     """Contents of the rows of ``tokens``: each a digest of all tokens up to its own."""
     digests, digest = array("q"), 0
@@ -59,9 +66,7 @@ def text(*parts: int) -> list[int]:
     return [part for part in parts for _ in range(PAGE)]
 
 
-def test_a_prompt_reuses_the_prefix_of_an_earlier_one():
-    pages = Pages(Memory().allocate, BYTES)
-    pages.enable_prefix_cache(100 * BYTES)
+def test_a_prompt_reuses_the_prefix_of_an_earlier_one(pages):
     tokens = text(1, 2, 3)
     slot, known = pages.acquire(tokens)
     assert (slot, known) == (0, 0)
@@ -76,9 +81,7 @@ def test_a_prompt_reuses_the_prefix_of_an_earlier_one():
     assert holds(pages, 0, tokens)
 
 
-def test_prompts_of_another_salt_share_no_page():
-    pages = Pages(Memory().allocate, BYTES)
-    pages.enable_prefix_cache(100 * BYTES)
+def test_prompts_of_another_salt_share_no_page(pages):
     tokens = text(1, 2)
     for slot, salt in enumerate(("a", "b", None)):
         assert pages.acquire([*tokens, 0], salt) == (slot, 0)
@@ -93,9 +96,7 @@ def test_prompts_of_another_salt_share_no_page():
     pages.check()
 
 
-def test_a_slot_takes_the_salt_of_its_next_sequence():
-    pages = Pages(Memory().allocate, BYTES)
-    pages.enable_prefix_cache(100 * BYTES)
+def test_a_slot_takes_the_salt_of_its_next_sequence(pages):
     tokens = text(1, 2)
     for salt in ("a", None):
         assert pages.acquire([*tokens, 0], salt) == (0, 0)
@@ -134,15 +135,19 @@ def test_least_recently_used_ends_are_evicted_first():
     pages.check()
 
 
-def test_writing_into_a_shared_page_copies_it():
-    pages = Pages(Memory().allocate, BYTES)
-    pages.enable_prefix_cache(100 * BYTES)
+def shared(pages: Pages) -> list[int]:
+    """Returns the tokens of two slots that share two pages."""
     tokens = text(1, 2)
     for slot in range(2):
         acquired, known = pages.acquire([*tokens, 0])
         assert acquired == slot
         filled(pages, slot, tokens, known)
         pages.publish(slot, tokens, len(tokens))
+    return tokens
+
+
+def test_writing_into_a_shared_page_copies_it(pages):
+    tokens = shared(pages)
     assert address(pages, 0, 1) == address(pages, 1, 1)
     changed = text(1, 5)
     filled(pages, 1, changed, PAGE)
@@ -150,22 +155,14 @@ def test_writing_into_a_shared_page_copies_it():
     pages.check()
 
 
-def test_a_copy_keeps_the_rows_before_those_that_are_written():
-    pages = Pages(Memory().allocate, BYTES)
-    pages.enable_prefix_cache(100 * BYTES)
-    tokens = text(1, 2)
-    for slot in range(2):
-        _, known = pages.acquire([*tokens, 0])
-        filled(pages, slot, tokens, known)
-        pages.publish(slot, tokens, len(tokens))
+def test_a_copy_keeps_the_rows_before_those_that_are_written(pages):
+    tokens = shared(pages)
     changed = [*tokens[: PAGE + 9], 5, 5]
     filled(pages, 1, changed, PAGE + 9)
     assert holds(pages, 0, tokens) and holds(pages, 1, changed)
 
 
-def test_a_page_is_shared_once_its_last_row_is_computed():
-    pages = Pages(Memory().allocate, BYTES)
-    pages.enable_prefix_cache(100 * BYTES)
+def test_a_page_is_shared_once_its_last_row_is_computed(pages):
     tokens = text(1)
     slot, _ = pages.acquire(tokens)
     filled(pages, slot, tokens[:-1], 0)
@@ -176,9 +173,7 @@ def test_a_page_is_shared_once_its_last_row_is_computed():
     assert pages.acquire([*tokens, 0])[1] == PAGE
 
 
-def test_a_rewritten_page_is_not_followed_by_the_pages_that_followed_its_old_content():
-    pages = Pages(Memory().allocate, BYTES)
-    pages.enable_prefix_cache(100 * BYTES)
+def test_a_rewritten_page_is_not_followed_by_the_pages_that_followed_its_old_content(pages):
     first, _ = pages.acquire([*text(1, 2), 0])
     filled(pages, first, text(1, 2), 0)
     pages.publish(first, text(1, 2), 2 * PAGE)
