@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models.heads import blocks, tiny
+from tests.propose.heads import PROMPTS, check_texts
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.context import Context
@@ -20,8 +21,6 @@ from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockNet
 from foretoken.propose.base import Observation
 from foretoken.propose.dflash import BlockProposer, DFlashConfig, DSpark, DSparkConfig
-
-PROMPTS = ["def greet(name):", "class", "for i in range(10):\n    print(", "x", "€", "1", "if", "import os\n"]
 
 
 def proposer(folder: Path, method: str, **keys: Any) -> BlockProposer:
@@ -138,12 +137,7 @@ def test_texts_are_those_of_plain_decoding(method: str, tiny_pair: Any, tmp_path
     for temperature, tree in ((0.0, "top_k"), (0.0, "chain"), (1.0, "sampled"), (1.0, "chain")):
         options = {"method": method, "model": head, "num_speculative_tokens": 6, "tree": tree}
         llm = LLM(tiny_pair.target, dtype="float32", speculative_config=options)
-        params = SamplingParams(max_tokens=24, temperature=temperature, seed=11, ignore_eos=True)
-        expected = [o.outputs[0].token_ids for o in plain.generate(PROMPTS, params)]
-        outputs = llm.generate(PROMPTS, params)
-        assert [o.outputs[0].token_ids for o in outputs] == expected
-        assert all(o.outputs[0].stats.drafted > 0 for o in outputs)
-        assert llm.generate(PROMPTS[2], params)[0].outputs[0].token_ids == expected[2]
+        check_texts(llm, plain, temperature)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from tests.exactness.test_engine import LAWS, PROMPT, reference
 from tests.models.heads import tiny
 from tests.models.tiny import only_runner
 from tests.models.trees import repeating
+from tests.propose.heads import check_texts
 
 from foretoken import LLM, SamplingParams
 from foretoken.control.fixed import Fixed
@@ -230,17 +231,11 @@ def test_heads_in_the_targets_folder_are_found_and_change_nothing(version, tiny_
         else tiny.eagle3(vocab=plain.target.vocab_size, embedding=False, mask=9 if version == "parallel" else None)
     )
     tiny.save(target / "heads" / "eagle3", *written)
-    prompts = ["def greet(name):", "class", "for i in range(10):\n    print(", "x", "€", "1", "if", "import os\n"]
     for temperature, tree in ((0.0, "sampled"), (1.0, "sampled"), (1.0, "chain")):
         options = {"method": "eagle3", "num_speculative_tokens": 6, "tree": tree}
         llm = LLM(target, dtype="float32", speculative_config=options)
         assert type(llm.engine.proposer) is (ParallelEagle if version == "parallel" else Eagle)
-        params = SamplingParams(max_tokens=24, temperature=temperature, seed=11, ignore_eos=True)
-        expected = [o.outputs[0].token_ids for o in plain.generate(prompts, params)]
-        outputs = llm.generate(prompts, params)
-        assert [o.outputs[0].token_ids for o in outputs] == expected
-        assert all(o.outputs[0].stats.drafted > 0 for o in outputs)
-        assert llm.generate(prompts[2], params)[0].outputs[0].token_ids == expected[2]
+        check_texts(llm, plain, temperature)
 
 
 SYSTEM = "import os\nimport sys\nfrom collections import Counter, defaultdict\n\n\ndef helper(values):\n" * 6

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from tests.models.heads import tiny
 from tests.models.trees import repeating
+from tests.propose.heads import check_texts
 from torch import Tensor
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft, PointMass
 from foretoken.core.errors import InvalidRequest, ModelLoadError
@@ -147,14 +148,8 @@ def test_heads_in_the_targets_folder_are_found_and_change_nothing(kind, tiny_pai
     tiny.save(target / "heads" / kind, *KINDS[kind](vocab=plain.target.vocab_size))
     llm = LLM(target, dtype="float32", speculative_config={"method": kind, "num_speculative_tokens": 6, "top_k": 3})
     assert isinstance(llm.engine.proposer, Parallel)
-    prompts = ["def greet(name):", "class", "for i in range(10):\n    print(", "x", "€", "1", "if", "import os\n"]
     for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=24, temperature=temperature, seed=11, ignore_eos=True)
-        expected = [o.outputs[0].token_ids for o in plain.generate(prompts, params)]
-        outputs = llm.generate(prompts, params)
-        assert [o.outputs[0].token_ids for o in outputs] == expected
-        assert all(o.outputs[0].stats.drafted > 0 for o in outputs)
-        assert llm.generate(prompts[2], params)[0].outputs[0].token_ids == expected[2]
+        check_texts(llm, plain, temperature)
     tiny.save(target / "heads" / kind, *KINDS[kind](vocab=plain.target.vocab_size, hidden=32))
     with pytest.raises(ModelLoadError, match="hidden size 32"):
         LLM(target, speculative_config={"method": kind})
