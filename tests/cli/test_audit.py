@@ -126,10 +126,8 @@ def test_an_audit_goes_on_where_it_stopped(run, prompts, tmp_path):
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
+def words(prompts, monkeypatch):
     """Options of an audit of vLLM, which a fake server plays."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     asked = []
 
     @contextmanager

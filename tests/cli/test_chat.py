@@ -149,8 +149,6 @@ def test_bad_options_are_refused_before_anything_is_loaded(run, tmp_path):
 
 
 class Letters:
-    """A token a letter."""
-
     chat_template = "there is one"
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:

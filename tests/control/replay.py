@@ -62,7 +62,6 @@ class Machine:
         return float(np.interp(rows, list(self.passes), list(self.passes.values()))) / 1e3
 
     def drafting(self, levels: int) -> float:
-        """Returns the seconds of drafting."""
         return (self.start + levels * self.level) / 1e3 if levels and self.level is not None else 0.0
 
     @property

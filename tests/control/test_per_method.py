@@ -63,7 +63,6 @@ def test_a_model_without_a_drafter_drafts_by_the_methods_that_requests_name(tiny
 
 
 def steps(llm: LLM) -> list[Any]:
-    """The steps of a request."""
     seen = [piece.step for piece in llm.stream([PROMPT], SamplingParams(**GREEDY))]
     return [step for step in seen if step is not None]
 

@@ -131,7 +131,6 @@ class World:
         costs.calibrate(passes, {depth: depth * self.step for depth in depths}, self.read)
 
     def end(self, identifier: int) -> None:
-        """Ends a request."""
         context = self.contexts.pop(identifier)
         self.controller.forget(context)
         self.proposer.forget(context)

@@ -300,7 +300,6 @@ def _stacked(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 
 def _stored_name(names: Any, name: str) -> str:
-    """Returns the name in the file."""
     if name.startswith("blk."):
         return name
     if ".router." in name and name.endswith("scale"):  # Gemma 4's
