@@ -91,7 +91,7 @@ def models_app(
             stack.enter_context(closing(load(entry.model, entry.draft_model, ColorMode.AUTO, **own)))
             for entry, own in zip(entries, every, strict=True)
         ]
-        from foretoken.serve.app import create_app, create_model_group
+        from foretoken.serve.app import create_model_group
         from foretoken.serve.worker import Worker
 
         limits = (max_waiting if entry.max_waiting is None else entry.max_waiting for entry in entries)
@@ -100,11 +100,7 @@ def models_app(
             replace(settings, model_names=entry.names, lora_modules=own["lora"], **entry.settings)
             for entry, own in zip(entries, every, strict=True)
         ]
-        if len(workers) > 1:
-            app = create_model_group(workers, each, settings, tracer)
-        else:
-            app = create_app(workers[0], each[0], tracer)
-        yield app, workers
+        yield create_model_group(workers, each, settings, tracer), workers
         for worker in workers:
             if worker.dead is not None:
                 raise ForetokenError(f"an engine stopped working: {worker.dead}")

@@ -44,11 +44,12 @@ from foretoken.serve.errors import ApiError, RefusedBody, ServerUnavailable, inv
 from foretoken.serve.json_body import read_json
 from foretoken.serve.keyring import LOAD_LORA, SAVE_DRAFT, SPECULATION, UNLOAD_LORA
 from foretoken.serve.messages_schema import CountTokensRequest, MessagesRequest
+from foretoken.serve.metrics import MergedMetrics
 from foretoken.serve.request_state import collect_unknown_fields, state_of
 from foretoken.serve.response_store import StoredResponse
 from foretoken.serve.responses_schema import ResponsesRequest, input_items
 from foretoken.serve.schema import Body, CompletionRequest
-from foretoken.serve.service import Service
+from foretoken.serve.service import Services
 from foretoken.serve.side_process import LARGE_BODY
 
 STREAM: dict[str, Any] = {"text/event-stream": {}}
@@ -87,14 +88,15 @@ class _BodyRequest(Request):
         self._kind = kind
 
     async def json(self) -> Any:
-        body, service = await self.body(), self.app.state.service
+        body, services = await self.body(), self.app.state.services
         try:
             if len(body) > LARGE_BODY:
-                prepared = await service.read_large(self._kind, body, self)
+                prepared = await (await services.of_body(body)).read_large(self._kind, body, self)
                 if prepared is not None:
                     self.state.prepared = prepared
                     return prepared.body
             value = await read_json(body)
+            service = services.of(value.get("model") if isinstance(value, dict) else None)
         except ForetokenError as error:
             raise RefusedBody(error) from error
         names = state_of(self.scope).unknown_fields
@@ -102,13 +104,14 @@ class _BodyRequest(Request):
         return value
 
 
-def completion_routes(service: Service) -> APIRouter:
+def completion_routes(services: Services) -> APIRouter:
     """Returns the routes of completions, chat completions, tokens, and the creation of responses."""
     router = body_router()
 
     @router.post("/v1/completions", responses={200: {"model": Completion, "content": STREAM}}, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
+        service = services.of(body.model)
         return await service.generate("cmpl-", body, lambda p: CompletionWriter(p, service.token_text), request)
 
     @router.post(
@@ -116,12 +119,13 @@ def completion_routes(service: Service) -> APIRouter:
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Write the next message of a conversation."""
+        service = services.of(body.model)
         return await service.generate("chatcmpl-", body, lambda p: ChatWriter(p, service.token_text), request)
 
     @router.post("/v1/responses", responses={200: {"model": ResponseObject, "content": STREAM}}, response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Write the response to an input."""
-        owner = state_of(request.scope).key
+        service, owner = services.of(body.model), state_of(request.scope).key
         stores = service.responses.enabled and body.store is not False
 
         def store(response: ResponseObject) -> None:
@@ -138,6 +142,7 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
         """Return the tokens of a prompt, or of a conversation through the chat template."""
+        service = services.of(body.model)
         ids = (await service.prepare(body, request)).prompts[0].ids
         names = service.worker.llm.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {
@@ -150,32 +155,33 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
         """Return the text of tokens."""
-        return {"prompt": (await service.prepare(body, request)).prompts[0].text}
+        return {"prompt": (await services.of(body.model).prepare(body, request)).prompts[0].text}
 
     return router
 
 
-def stored_routes(service: Service) -> APIRouter:
+def stored_routes(services: Services) -> APIRouter:
     router = APIRouter(prefix="/v1/responses/{response_id}", responses=error_responses(400, 401, 403, 404, 422))
+    responses = services.first.responses  # of all models
 
     @router.get("", responses={200: {"model": ResponseObject}}, response_model=None)
     async def retrieve(response_id: str, request: Request, stream: bool = False) -> Response:
         """Return a stored response."""
         if stream:
             raise invalid("only background responses are streamed again, and they are not served; omit stream")
-        stored = service.responses.get(response_id, state_of(request.scope).key)
+        stored = responses.get(response_id, state_of(request.scope).key)
         return Response(stored.response, media_type="application/json")
 
     @router.delete("")
     async def delete(response_id: str, request: Request) -> DeletedResponse:
         """Forget a stored response."""
-        service.responses.delete(response_id, state_of(request.scope).key)
+        responses.delete(response_id, state_of(request.scope).key)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/cancel", responses=error_responses(400))
     async def cancel(response_id: str, request: Request) -> ResponseObject:
         """Refuse to cancel: only background responses can be, and they are not served."""
-        service.responses.get(response_id, state_of(request.scope).key)
+        responses.get(response_id, state_of(request.scope).key)
         raise ApiError(
             400, "only background responses can be cancelled, and they are not served; close the connection instead"
         )
@@ -189,7 +195,7 @@ def stored_routes(service: Service) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> ItemList:
         """List the input items of a stored response."""
-        listed = json.loads(service.responses.get(response_id, state_of(request.scope).key).inputs)
+        listed = json.loads(responses.get(response_id, state_of(request.scope).key).inputs)
         return _page(listed[::-1] if order == "desc" else listed, after, limit)
 
     return router
@@ -212,7 +218,7 @@ def _page(items: list[dict[str, Any]], after: str | None, limit: int) -> ItemLis
     }
 
 
-def message_routes(service: Service) -> APIRouter:
+def message_routes(services: Services) -> APIRouter:
     router = body_router(AnthropicError)
 
     @router.post(
@@ -222,67 +228,71 @@ def message_routes(service: Service) -> APIRouter:
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Write the next message of a conversation, in Anthropic's format."""
-        return await service.generate("msg_", body, lambda p: MessageWriter(p, state_of(request.scope).id), request)
+        identifier = state_of(request.scope).id
+        return await services.of(body.model).generate("msg_", body, lambda p: MessageWriter(p, identifier), request)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> TokenCount:
         """Count the tokens of a conversation."""
-        prepared = await service.prepare(body, request)
+        prepared = await services.of(body.model).prepare(body, request)
         return {"input_tokens": len(prepared.prompts[0].ids)}
 
     return router
 
 
-def administration_routes(service: Service) -> APIRouter:
+def administration_routes(services: Services) -> APIRouter:
     """Returns the routes that change a running server, and of the state of speculation."""
     router, change_errors = APIRouter(), error_responses(400, 401, 403, 404, 503)
 
     @router.post(LOAD_LORA, responses=change_errors)
     async def load(body: AdapterToLoad, request: Request) -> ServedModel:
         """Load a LoRA adapter, which requests choose by its name as their model from then on."""
-        service.served_name(body.model)
+        service = services.of(body.model)
         await service.adapters.load(body, state_of(request.scope).access.name)
         return service.model(body.lora_name)
 
     @router.post(UNLOAD_LORA, responses=change_errors)
     async def unload(body: AdapterToUnload, request: Request) -> DeletedModel:
         """Unload a LoRA adapter. Requests that use it are finished with it."""
+        service = services.serving(body.lora_name) or services.first
         await service.adapters.unload(body, state_of(request.scope).access.name)
         return {"id": body.lora_name, "object": "model", "deleted": True}
 
     @router.post(SAVE_DRAFT, responses=change_errors)
     async def save_draft(body: DraftToSave, request: Request) -> SavedDraft:
         """Save the draft model or head that learned while serving."""
-        service.served_name(body.model)
-        return await service.speculation.save_draft(body, state_of(request.scope).access.name)
+        return await services.of(body.model).speculation.save_draft(body, state_of(request.scope).access.name)
 
-    @router.get(SPECULATION, responses=error_responses(401, 403, 503))
-    async def state() -> SpeculationState:
+    @router.get(SPECULATION, responses=error_responses(401, 403, 404, 503))
+    async def state(model: str | None = None) -> SpeculationState:
         """Tell what is known about speculation: acceptance, costs, draft lengths, and why it pauses."""
-        return await service.speculation.state()
+        return await services.of(model).speculation.state()
 
     @router.patch(SPECULATION, responses=change_errors)
     @router.post(SPECULATION, responses=change_errors)
     async def change(body: SpeculationChange, request: Request) -> SpeculationState:
         """Switch speculation off or on, or change its method or its largest draft, without changing any text."""
-        service.served_name(body.model)
-        return await service.speculation.change(body, state_of(request.scope).access.name)
+        return await services.of(body.model).speculation.change(body, state_of(request.scope).access.name)
 
     return router
 
 
-def listing_routes(service: Service) -> APIRouter:
+def listing_routes(services: Services) -> APIRouter:
     """Returns the routes of models, metrics and the version."""
     router = APIRouter()
 
     @router.get("/v1/models", responses=error_responses(401, 403))
     async def models(request: Request) -> ModelList:
         """List the served models and their methods of speculation."""
-        return {"object": "list", "data": [service.model(name) for name in service.names(request)]}
+        return {
+            "object": "list",
+            "data": [service.model(name) for service in services for name in service.names(request)],
+        }
 
     @router.get("/v1/models/{name:path}", responses=error_responses(401, 403, 404))
     async def model(name: str, request: Request) -> ServedModel:
         """Describe one served model."""
+        service = services.of(name)
         service.check_allowed(name, request)
         return service.model(name)
 
@@ -293,7 +303,7 @@ def listing_routes(service: Service) -> APIRouter:
     )
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
-        return service.metrics.render()
+        return MergedMetrics(service.metrics.collect() for service in services).render()
 
     @router.get("/version", responses={401: {"model": Error}, **error_responses(403)})
     async def version() -> Version:
@@ -313,7 +323,7 @@ def listing_routes(service: Service) -> APIRouter:
     return router
 
 
-def health_routes(service: Service) -> APIRouter:
+def health_routes(services: Services) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", responses=error_responses(403, 503))
@@ -321,9 +331,8 @@ def health_routes(service: Service) -> APIRouter:
     @router.post("/ping", include_in_schema=False)
     async def health() -> Health:
         """Tell whether requests are accepted."""
-        if not service.worker.alive:
-            raise ServerUnavailable("the engine is not running")
-        if service.worker.draining:
+        services.check_alive()
+        if any(service.worker.draining for service in services):
             raise ServerUnavailable("the server is shutting down")
         return {"status": "ok"}
 
@@ -336,8 +345,7 @@ def health_routes(service: Service) -> APIRouter:
     @router.get("/health/live", responses=error_responses(403, 503))
     async def live() -> Health:
         """Tell whether the engine runs. It does while the server drains: restarting it would lose requests."""
-        if not service.worker.alive:
-            raise ServerUnavailable("the engine is not running")
+        services.check_alive()
         return {"status": "ok"}
 
     return router

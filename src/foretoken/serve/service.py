@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,8 +16,9 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.serve.administration import ServedAdapters, SpeculationControl
 from foretoken.serve.answer_types import ServedModel
 from foretoken.serve.chat_schema import StoredContent
-from foretoken.serve.errors import ApiError, not_served
+from foretoken.serve.errors import ApiError, ServerUnavailable, not_served
 from foretoken.serve.generation import Generation
+from foretoken.serve.json_body import read_object
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.preparation import PreparedRequest, RequestPreparer, StoredContentNeeded, as_sent
 from foretoken.serve.request_state import state_of
@@ -51,6 +52,18 @@ class Service:
         )
         self.side_process = SideProcess(self.preparer) if os.name == "posix" else None
         worker.listeners.append(self.metrics.on_steps)
+
+    def start(self) -> None:
+        """Starts the worker, and the side process before the first large body, which would wait for it."""
+        self.worker.start()
+        if self.side_process is not None:
+            self.side_process.start()
+
+    def close(self) -> None:
+        self.worker.abandon()
+        self.worker.close()
+        if self.side_process is not None:
+            self.side_process.close()
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -168,3 +181,37 @@ class Service:
         generation.shown = prepared.max_tokens > 0
         state_of(request.scope).reporter = generation.summary
         return generation
+
+
+class Services:
+    """The services of all models behind one address. The first is that of requests that name no model."""
+
+    def __init__(self, services: Sequence[Service]) -> None:
+        self._services, self.first = tuple(services), services[0]
+        for service in services:
+            service.adapters.changing, service.responses = self.first.adapters.changing, self.first.responses
+            service.adapters.name_in_use += [other.serves for other in services if other is not service]
+
+    def __iter__(self) -> Iterator[Service]:
+        return iter(self._services)
+
+    def of(self, name: Any) -> Service:
+        """Returns the service of a model; the first for a value that is no name. Raises a 404 ApiError if none is."""
+        if not isinstance(name, str):
+            return self.first
+        if (service := self.serving(name)) is None:
+            raise not_served(name)
+        return service
+
+    def serving(self, name: str) -> Service | None:
+        """Returns the service of a name; None if it is not served."""
+        return next((service for service in self if service.serves(name)), None)
+
+    async def of_body(self, body: bytes) -> Service:
+        """Returns the service of a body that was not parsed yet. Raises a 404 ApiError."""
+        return self.of((await read_object(body)).get("model")) if len(self._services) > 1 else self.first
+
+    def check_alive(self) -> None:
+        """Raises ServerUnavailable if an engine does not run."""
+        if not all(service.worker.alive for service in self):
+            raise ServerUnavailable("the engine is not running")
