@@ -182,7 +182,7 @@ class Session(Chat):
         self, ids: list[int], params: SamplingParams, counts: Counts, words: _Words, show: Any
     ) -> CompletionOutput | None:
         """Streams an answer and returns it; None if Ctrl-C stopped it."""
-        from foretoken.cli.chat_screen import interruptible
+        from foretoken.core.progress import interruptible
 
         with interruptible() as stopped:
             try:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,29 +166,3 @@ def _history() -> History:
             return FileHistory(str(file))
     except OSError:
         return InMemoryHistory()
-
-
-@contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Within the block, records the first Ctrl-C instead of interrupting a step. Yields a function that returns it.
-
-    A second Ctrl-C raises KeyboardInterrupt.
-    """
-    import signal
-    import threading
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before, noted = signal.getsignal(signal.SIGINT), [False]
-
-    def note(number: int, frame: Any) -> None:
-        if noted[0]:
-            raise KeyboardInterrupt
-        noted[0] = True
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: noted[0]
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,9 +1,12 @@
-"""Progress on stderr: a bar on a terminal, else a line now and then."""
+"""Progress on stderr (a bar on a terminal, else a line now and then), and Ctrl-C between steps."""
 
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -62,3 +65,30 @@ class Reporter:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+@contextmanager
+def interruptible(notice: str = "") -> Iterator[Callable[[], bool]]:
+    """Within the block, records the first Ctrl-C instead of interrupting a step. Yields a function that returns it.
+
+    A second Ctrl-C raises KeyboardInterrupt. Nothing is recorded outside of the main thread. notice: Printed on stderr
+    at the first.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    requested = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested:
+            raise KeyboardInterrupt
+        requested = True
+        if notice:
+            sys.stderr.write(f"\n{notice}\n")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: requested
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -2,14 +2,10 @@
 
 import math
 import shutil
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +13,7 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import TrainingError, reason_of
 from foretoken.core.files import atomic_file
-from foretoken.core.progress import Reporter
+from foretoken.core.progress import Reporter, interruptible
 from foretoken.train import processes
 from foretoken.train.config import TrainConfig
 
@@ -246,9 +242,10 @@ class Trainer:
         Batches are token ids [B, T], or tuples that begin with them. ``evaluate`` returns figures by name.
         """
         shortened = self.progress() >= 1.0 and not self._finished
-        with Reporter("training", shown=processes.rank() == 0) as report, _Interrupt() as interrupt:
+        notice = "stopping after this step (press again to stop at once)"
+        with Reporter("training", shown=processes.rank() == 0) as report, interruptible(notice) as interrupted:
             try:
-                self._train(batches, self._backward(loss_fn), evaluate, report, interrupt)
+                self._train(batches, self._backward(loss_fn), evaluate, report, interrupted)
                 if not self.history or self.history[-1]["step"] != self.step:
                     self._record(evaluate, report)
                 if shortened or self._stalled():
@@ -270,10 +267,10 @@ class Trainer:
         backward: LossFn,
         evaluate: Callable[[], dict[str, float]],
         report: Reporter,
-        interrupt: "_Interrupt",
+        interrupted: Callable[[], bool],
     ) -> None:
         """Takes steps until the schedule, the patience or Ctrl-C ends the run."""
-        next_evaluation, stop = self.elapsed + self.config.evaluate_every_seconds, interrupt.requested
+        next_evaluation, stop = self.elapsed + self.config.evaluate_every_seconds, interrupted()
         while self.progress() < 1.0 and not self._stalled():
             if stop:
                 raise KeyboardInterrupt
@@ -281,7 +278,7 @@ class Trainer:
             batch = next(batches)
             loss = self._update(batch, backward)
             spent = time.monotonic() - started
-            self.elapsed, stop = processes.largest(self.elapsed + spent, interrupt.requested)
+            self.elapsed, stop = processes.largest(self.elapsed + spent, interrupted())
             self.step += 1
             speed = (batch if isinstance(batch, torch.Tensor) else batch[0]).numel() / spent
             status = f"step {self.step}  loss {loss:.3f}  {speed:,.0f} tok/s"
@@ -344,26 +341,3 @@ class Trainer:
             self.model.load_state_dict(best["weights"])
             self.history.append(best["row"])
             report.line(f"stopped early: nothing better since step {best['row']['step']:.0f}")
-
-
-class _Interrupt:
-    """Defers Ctrl-C to the end of a step, so that no update is interrupted."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._main = threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> "_Interrupt":
-        if self._main:
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._main:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        sys.stderr.write("\nstopping after this step (press again to stop at once)\n")
