@@ -1,12 +1,12 @@
 """Parsers of an answer: reasoning, function calls, and OpenAI's harmony format."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import Any
 
 from foretoken.serve.parsers import OutputEvent, OutputParser, ReasoningDelta, TextDelta
-from foretoken.serve.parsers.call_bodies import CallBody, CallWriter, Reading, Schemas
+from foretoken.serve.parsers.call_bodies import CallBody, CallWriter, Schemas
 from foretoken.serve.parsers.values import split_at
 
 _BARE_SPACE = " \r\n\t,;[]"
@@ -14,6 +14,9 @@ HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|e
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]+)")
+
+Held = Generator[str, str, Any]
+"""Reads text that is sent to it. Yields the text that is held back, which is content if the output ends there."""
 
 
 class WithoutTokens(OutputParser):
@@ -148,12 +151,6 @@ class CallFormat:
         return (*self.opens, *self.ignored)
 
 
-class _Position(Enum):
-    BEFORE = auto()  # nothing but whitespace and ignored tags, then a call or text
-    TEXT = auto()
-    AFTER = auto()  # as BEFORE, behind a call
-
-
 class ToolParser(OutputParser):
     """Reads the answer. Text that may become a call is held back until it is certain.
 
@@ -163,101 +160,71 @@ class ToolParser(OutputParser):
     def __init__(self, format: CallFormat, schemas: Schemas, named: str | None = None) -> None:
         self._format, self._writer, self._named = format, CallWriter(schemas), named
         super().__init__(self._writer)
-        self._held, self._skipped = "", ""
-        self._place, self._bare = _Position.BEFORE, bool(format.bare)
-        self._body: Reading | None = None
-        self._calls_before = 0  # the body
-        self._raw = ""  # text of the call, while it may still turn out to be none
+        self._reading = self._read()
+        self._held = next(self._reading)  # content if the output ends here
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
-        self._held += text
-        while self._held and self._advance():
-            pass
+        self._held = self._reading.send(text)
         return self._writer.take()
 
     def finish(self) -> list[OutputEvent]:
-        held, self._held = self._held, ""
-        if self._body is not None:
-            held = "" if self._in_call else self._raw
-            self._body = None
-        elif self._place is _Position.AFTER:
-            held = "" if not held.strip(self._space) else held
-        self._content(self._skipped + held)
+        self._content(self._held)
         if self._named is not None and not self.calls:
             self._writer.start(self._named)
         return self._writer.take()
 
-    @property
-    def _space(self) -> str | None:
-        return _BARE_SPACE if self._bare and self._place is _Position.AFTER else None
-
-    @property
-    def _in_call(self) -> bool:
-        """Whether the body has begun a call."""
-        return self._writer.calls > self._calls_before
-
-    def _advance(self) -> bool:
-        """Consumes held text. Returns whether more may be consumed."""
-        if self._body is not None:
-            return self._read_body(self._body)
-        return self._read_text() if self._place is _Position.TEXT else self._begin()
-
-    def _read_text(self) -> bool:
-        text, tag, rest = split_at(self._held, self._format.tags)
-        self._content(text)
-        self._held = tag + rest
-        if tag:
-            self._place, self._bare = _Position.BEFORE, False
-        return bool(tag)
-
-    def _begin(self) -> bool:
-        """Consumes text where a call may begin."""
-        start = self._held.lstrip(self._space)
-        space = self._held[: len(self._held) - len(start)]
-        if not start:
-            return False
-        before, tag, rest = split_at(start, self._format.tags)
-        if tag and not before:
-            if tag in self._format.opens:
-                self._enter(self._format.opens[tag], self._skipped + space + tag, rest)
-                self._bare = False
+    def _read(self) -> Held:
+        """Reads ignored tags and calls, and text between them."""
+        opens, bare, tags = self._format.opens, self._format.bare, self._format.tags
+        after, held, ignored = False, "", ""  # ignored: tags before the first call, content if no call follows
+        while True:
+            start = held.lstrip(_BARE_SPACE if bare and after else None)
+            space = held[: len(held) - len(start)]
+            before, tag, rest = split_at(start, tags)
+            if before or not tag:
+                tag, rest = "", start
+            body = opens.get(tag) if tag else bare.get(start[:1])
+            if body is not None:
+                bare = {} if tag else bare
+                held, after = yield from self._read_call(body, ignored + space + tag, rest)
+                ignored = ""
+            elif tag:
+                held, ignored = rest, ignored if after else ignored + space + tag
+                continue
+            elif not start or any(tag.startswith(start) for tag in tags):
+                held += yield ignored + ("" if after and not start else held)
+                continue
             else:
-                self._skip(space + tag)
-                self._held = rest
-            return True
-        if self._bare and start[0] in self._format.bare:
-            self._enter(self._format.bare[start[0]], self._skipped + space, start)
-            return True
-        if any(tag.startswith(start) for tag in self._format.tags):
-            return False
-        skipped, self._skipped, self._place = self._skipped, "", _Position.TEXT
-        self._content(skipped)
-        return True
+                self._content(ignored)
+                ignored, after = "", False
+            if not after:
+                held = yield from self._read_text(held)
+                bare = {}
 
-    def _skip(self, text: str) -> None:
-        """Drops ignored text. Before a call it is kept, because it is content if no call follows."""
-        if self._place is _Position.BEFORE:
-            self._skipped += text
-
-    def _enter(self, body: CallBody, before: str, rest: str) -> None:
-        self._body, self._raw, self._skipped, self._held = body(self._writer), before, "", rest
-        self._opened, self._calls_before = len(before), self._writer.calls
-        next(self._body)  # up to where it takes text
-
-    def _read_body(self, body: Reading) -> bool:
-        text, self._held = self._held, ""
-        if not self._in_call:
-            self._raw += text
+    def _read_call(self, body: CallBody, opening: str, text: str) -> Generator[str, str, tuple[str, bool]]:
+        """Returns the text behind the call, and True; if the text is no call, the text, and False."""
+        before, raw, reading = self._writer.calls, opening, body(self._writer)
+        next(reading)  # up to where it takes text
         try:
-            body.send(text)
+            while True:
+                if self._writer.calls == before:
+                    raw += text
+                reading.send(text)
+                text = yield raw if self._writer.calls == before else ""
         except StopIteration as complete:
-            self._body, self._held, self._place = None, complete.value, _Position.AFTER
-        except ValueError:  # it is no call
-            self._content(self._raw[: self._opened])
-            self._body, self._held, self._place = None, self._raw[self._opened :], _Position.TEXT
-            if not self._opened:  # bare: its first character is no tag
-                self._bare = False
-        return self._body is None
+            return complete.value, True
+        except ValueError:
+            self._content(opening)
+            return raw[len(opening) :], False
+
+    def _read_text(self, held: str) -> Held:
+        """Reads content up to a tag. Returns the text from the tag on."""
+        while True:
+            text, tag, rest = split_at(held, self._format.tags)
+            self._content(text)
+            if tag:
+                return tag + rest
+            held = rest + (yield rest)
 
     def _content(self, text: str) -> None:
         if text and not self._format.only_calls:
