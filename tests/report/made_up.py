@@ -102,28 +102,7 @@ def plan() -> dict[str, Any]:
         "rows": rows,
         "costs": costs,
         "predictors": predictors,
-        "measured": measured(),
     }
-
-
-def measured() -> list[dict[str, Any]]:
-    rows = []
-    for i in range(60):
-        value = 0.7 + 0.035 * i
-        said = value * (1 + 0.07 * math.sin(3.7 * i))
-        rows.append(
-            {
-                "method": ("draft_model", "ngram", "eagle3")[i % 3],
-                "num_speculative_tokens": 1 + i % 8,
-                "temperature": 0.7,
-                "batch": 1 + 3 * (i % 2),
-                "predicted": said,
-                "low": said * 0.93,
-                "high": said * 1.08,
-                "measured": value,
-            }
-        )
-    return rows
 
 
 WHAT = {"ranks": "probability moved between ranks", "surprise": "nats a token"}

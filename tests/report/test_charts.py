@@ -21,7 +21,6 @@ from foretoken.report.charts import (
     StepLap,
     bars,
     lines,
-    scatter,
     timeline,
 )
 from foretoken.report.document import MAX_ROWS, ui
@@ -110,9 +109,8 @@ def test_a_line_goes_through_its_points():
 
 @pytest.mark.parametrize("points", [(), (Point(NAN, 1),), (Point(1, math.inf),), (Point(2, NAN), Point(NAN, NAN))])
 def test_a_chart_without_points_says_so(points):
-    for chart in (lines("t", [Series("a", points)], X, Y), scatter("t", [Series("a", points)], "x", "y")):
-        root = drawn(chart)
-        assert root.find("svg") is None and "nothing was measured" in chart
+    chart = lines("t", [Series("a", points)], X, Y)
+    assert drawn(chart).find("svg") is None and "nothing was measured" in chart
     assert "nothing was measured" in lines("t", [], X, Y)
     assert "nothing was measured" in bars("t", [Bar("a", NAN)], "u")
     assert "nothing was measured" in timeline("t", ["a"], [StepLap(1, (NAN,), "")])
@@ -123,15 +121,14 @@ def test_a_chart_of_one_point(y):
     for axis in (X, Axis("depth", log=True), Axis("depth", zero=True)):
         root = drawn(lines("t", [Series("a", (Point(1, y, NAN, 2),))], axis, Axis("y")))
         assert len(marks(root)) == 1
-    drawn(scatter("t", [Series("a", (Point(1, y), Point(y, 1)))], "x", "y", within=0.1))
 
 
 def test_an_interval_without_end_does_not_flatten_the_figures():
     points = (Point(1, 1.0, 0.0, 900.0), Point(2, 2.0, 1.9, 2.1))
-    for chart in (lines("t", [Series("a", points)], X, Y), scatter("t", [Series("a", points)], "x", "y")):
-        (_, first), (_, second) = marks(drawn(chart))
-        assert first - second > 60
-        assert "900" in chart  # in the table
+    chart = lines("t", [Series("a", points)], X, Y)
+    (_, first), (_, second) = marks(drawn(chart))
+    assert first - second > 60
+    assert "900" in chart  # in the table
 
 
 def test_a_logarithmic_axis_skips_other_values():
@@ -150,16 +147,6 @@ def test_bars_are_as_long_as_their_values():
     assert level[0][0] == pytest.approx(width(first) * 0.8, abs=0.2) and width(level) == 0
     assert labels(root) == ["<a>", "50.0", "b", "25.0", "zero", "0"]
     assert [row.findtext("td") for row in root.findall(".//tbody/tr")] == ["<a>", "b", "zero"]
-
-
-def test_scatter_and_its_diagonal():
-    root = drawn(scatter("t", [Series("a", (Point(1, 2, 1.5, 2.5), Point(3, 3)))], "x", "y", within=0.1))
-    ((left, bottom), (right, top)) = paths(root, "fill: none", "stroke: var(--ink)")[0]
-    across, up = marks(root)[1]
-    assert right - across == pytest.approx(up - top, abs=0.2) and across <= right + 0.1  # on the diagonal
-    assert len([path for path in paths(root, "stroke: var(--c0)") if width(path) == 0]) == 1  # the interval
-    assert right - left == pytest.approx(bottom - top, rel=0.05)
-    assert len(paths(root, "opacity: 0.12")) == 1
 
 
 def test_a_timeline_keeps_to_scale_and_wraps():
@@ -182,7 +169,6 @@ def test_hostile_names_stay_text():
     series = [Series(HOSTILE, points), Series("$x_1$ \u6f22\u5b57", points)]
     for chart in (
         lines(HOSTILE, series, Axis(HOSTILE), Axis(HOSTILE), note=HOSTILE),
-        scatter(HOSTILE, series, HOSTILE, HOSTILE),
         bars(HOSTILE, [Bar(HOSTILE, 1.0)], HOSTILE),
         timeline(HOSTILE, [HOSTILE], [StepLap(1, (1.0,), HOSTILE, HOSTILE)]),
     ):

@@ -35,7 +35,6 @@ def test_the_page_of_a_plan():
     for title in (
         "Temperature 1, batch 4",
         "tiny-15m",
-        "Speedup, predicted and measured",
         "draft_model tiny-1m at temperature 1",
     ):
         assert title in titles
@@ -83,11 +82,6 @@ def test_the_page_of_an_audit():
     assert "Exact, as far as it was tested" in words(read(audit.page(made_up.audit("passed"))))
 
 
-def test_the_page_of_predictions():
-    text = words(read(plan.predictions_page({"setting": made_up.SETTING, "rows": made_up.measured()})))
-    assert "100.0 %within 10 % of what was measured" in text and "60pairs" in text
-
-
 def _spoilt(value, poison):
     """The record with every leaf replaced."""
     if isinstance(value, dict):
@@ -104,7 +98,6 @@ def test_no_record_breaks_a_page(poison):
     for page, made in (
         (plan.page, made_up.plan()),
         (audit.page, made_up.audit()),
-        (plan.predictions_page, {"rows": made_up.measured()}),
     ):
         read(page(_spoilt(made, poison)))
         read(page(dict.fromkeys(made, poison)))

@@ -107,51 +107,37 @@ def lines(
     if not drawn:
         return missing(title)
     low, high = _range(drawn.values(), y, [] if level is None else [level])
+    legend = len(drawn) > 1 or next(iter(drawn.values())).reference
 
-    def paint(axes: Axes) -> None:
+    def paint(canvas: Figure) -> None:
+        canvas.set_layout_engine("constrained")
+        axes = canvas.subplots()
         for i, line in drawn.items():
             edges = _cut_intervals(line, low, high)
             if len(edges) > 1:
                 xs, lower, upper = zip(*edges, strict=True)
                 ys = (*lower, *reversed(upper))
                 axes.fill((*xs, *reversed(xs)), ys, color=f"C{i % 8}", alpha=0.14, linewidth=0, clip_on=False)
-            _plot(axes, i, line, (0, (3, 4)) if line.reference else "-")
+            _plot(axes, i, line)
         if level is not None:
             axes.axhline(level, **_RULE)
         _set_up(axes, x, y)
+        if legend:
+            canvas.legend(loc="outside lower left")
 
+    points = [(line, point) for line in drawn.values() for point in line.points]
+    tips = [
+        f"{line.name}: {y.label} {figure(p.y)}{f' ({_interval(p)})' if _interval(p) else ''}, {x.label} {p.x:.3g}"
+        + (f", {p.note}" if p.note else "")
+        for line, p in points
+        if line.marked
+    ]
+    rows = [(line.name, f"{p.x:.3g}", figure(p.y), _interval(p), p.note) for line, p in points]
+    columns = [0, 1, 2, *(i for i in (3, 4) if any(row[i] for row in rows))]
+    heads = ("series", x.label, y.label, "interval", "note")
     description = f"{y.label} by {x.label}: {', '.join(line.name for line in drawn.values())}"
-    return _series_chart(title, description, HEIGHT, paint, drawn.values(), x, y, note)
-
-
-def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: float = 0.0, note: str = "") -> Markup:
-    """Returns a scatter plot with the diagonal y = x, intervals of y as whiskers.
-
-    within: Relative deviation from the diagonal that is shaded.
-    """
-    across, up = Axis(x, zero=True), Axis(y, zero=True)
-    drawn = _drawable(series, across, up)
-    if not drawn:
-        return missing(title)
-    measured = [point.x for line in drawn.values() for point in line.points]
-    low, high = _range(drawn.values(), up, measured)
-
-    def paint(axes: Axes) -> None:
-        axes.set_box_aspect(1)
-        for i, line in drawn.items():
-            for at, *ends in _cut_intervals(line, low, high):
-                axes.plot([at, at], ends, color=f"C{i % 8}", alpha=0.65, linewidth=1.2, clip_on=False)
-            _plot(axes, i, line, "none")
-        _set_up(axes, across, up)
-        start, end = min(*axes.get_xlim(), *axes.get_ylim()), max(*axes.get_xlim(), *axes.get_ylim())
-        axes.set(xlim=(start, end), ylim=(start, end))
-        axes.plot([start, end], [start, end], **_RULE)
-        less, more = 1 - within, 1 + within
-        xs, ys = [start, end / more, end, end, start], [start * more, end, end, end * less, start * less]
-        axes.fill(xs, [max(start, y) for y in ys], color="0.5", alpha=0.12, linewidth=0, clip_on=False)
-
-    description = f"{y} against {x}, {len(measured)} points, with the diagonal"
-    return _series_chart(title, description, WIDTH, paint, drawn.values(), across, up, note)
+    figures, height = [[row[i] for i in columns] for row in rows], HEIGHT + LEGEND_LINE * len(drawn) * legend
+    return _chart(title, description, height, paint, tips, [heads[i] for i in columns], figures, note)
 
 
 def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = None, note: str = "") -> Markup:
@@ -270,13 +256,13 @@ def _cut_intervals(series: Series, low: float, high: float) -> list[tuple[float,
     ]
 
 
-def _plot(axes: Axes, number: int, series: Series, linestyle: Any) -> None:
+def _plot(axes: Axes, number: int, series: Series) -> None:
     """Plots a series. Series differ by colour and by the shape of their markers."""
     axes.plot(
         [point.x for point in series.points],
         [point.y for point in series.points],
         color=f"C{number % 8}",
-        linestyle=linestyle,
+        linestyle=(0, (3, 4)) if series.reference else "-",
         linewidth=1.6 if series.reference else 2.0,
         marker="osD^"[(number + number // 8) % 4] if series.marked else None,
         markersize=8,
@@ -317,41 +303,6 @@ def _wrapped(totals: Sequence[float], span: float) -> list[tuple[int, float]]:
         positions.append((lane, end))
         end += total
     return positions
-
-
-def _series_chart(
-    title: str,
-    description: str,
-    height: float,
-    paint: Callable[[Axes], None],
-    series: Iterable[Series],
-    x: Axis,
-    y: Axis,
-    note: str,
-) -> Markup:
-    """Returns a chart with a legend if its series need one."""
-    series = list(series)
-    legend = len(series) > 1 or series[0].reference
-
-    def paint_all(canvas: Figure) -> None:
-        canvas.set_layout_engine("constrained")
-        paint(canvas.subplots())
-        if legend:
-            canvas.legend(loc="outside lower left")
-
-    points = [(line, point) for line in series for point in line.points]
-    tips = [
-        f"{line.name}: {y.label} {figure(p.y)}{f' ({_interval(p)})' if _interval(p) else ''}, {x.label} {p.x:.3g}"
-        + (f", {p.note}" if p.note else "")
-        for line, p in points
-        if line.marked
-    ]
-    rows = [(line.name, f"{p.x:.3g}", figure(p.y), _interval(p), p.note) for line, p in points]
-    columns = [0, 1, 2, *(i for i in (3, 4) if any(row[i] for row in rows))]
-    heads = ("series", x.label, y.label, "interval", "note")
-    height += LEGEND_LINE * len(series) * legend
-    figures = [[row[i] for i in columns] for row in rows]
-    return _chart(title, description, height, paint_all, tips, [heads[i] for i in columns], figures, note)
 
 
 def _chart(

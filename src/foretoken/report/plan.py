@@ -1,21 +1,19 @@
 """HTML pages of plans: predicted speedups with intervals, the recommendation, and the configuration to paste.
 
-``page`` is that of our engine and vLLM, ``endpoint_page`` that of a server, ``predictions_page`` compares predictions
-with measurements, and ``simulation_page`` shows drafting and verifying on different workers.
+``page`` is that of our engine and vLLM, ``endpoint_page`` that of a server, and ``simulation_page`` shows drafting and
+verifying on different workers.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from markupsafe import Markup
 
-from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines, scatter
-from foretoken.report.document import figure, interval, listed, number, record, records, render, shown, times, ui
+from foretoken.report.charts import Axis, Bar, Point, Series, bars, lines
+from foretoken.report.document import figure, interval, listed, number, record, records, render, shown, times
 
-WITHIN = 0.1  # relative error of a prediction that is shaded and counted
 ENGINES = {
     "foretoken": "Foretoken",
     "vllm": "vLLM, as its speculative_config",
@@ -31,11 +29,7 @@ Setting = tuple[float, int]  # temperature, batch
 
 
 def page(plan: Mapping[str, Any]) -> str:
-    """Returns an HTML document.
-
-    Args:
-        plan: ``Plan.to_dict()``. Its optional key "measured" holds rows as of ``predictions_page``.
-    """
+    """Returns an HTML document. plan: ``Plan.to_dict()``."""
     groups: dict[Setting, list[Row]] = {}
     for row in records(plan.get("rows")):
         groups.setdefault(_setting(row), []).append(row)
@@ -54,27 +48,7 @@ def page(plan: Mapping[str, Any]) -> str:
         positions=[_positions(rows, key, accepted) for key, rows in groups.items()],
         costs=_costs(record(plan.get("costs"))),
         predictors=_predictors(records(plan.get("predictors"))),
-        against=against(records(plan.get("measured"))),
     )
-
-
-def predictions_page(comparison: Mapping[str, Any]) -> str:
-    """Returns an HTML document.
-
-    comparison: {"setting": ..., "rows": [{"predicted", "low", "high", "measured", ...}]}.
-    """
-    rows = records(comparison.get("rows"))
-    keys = ("num_speculative_tokens", "temperature", "batch")
-    cells = [
-        (
-            *(_proposer(row), *(row.get(key, "") for key in keys), times(row.get("predicted"))),
-            *(f"{times(row.get('low'))}–{times(row.get('high'))}", times(row.get("measured"))),
-            f"{number(row.get('predicted'), 0.0) / measured - 1:+.1%}" if measured else "–",
-        )
-        for row in rows
-        for measured in [number(row.get("measured"))]
-    ]
-    return render("predictions.jinja", comparison.get("setting"), against=against(rows), cells=cells)
 
 
 def name_of(row: Row) -> str:
@@ -110,32 +84,6 @@ def _by_speedup(rows: Iterable[Row], cells: Callable[[Row], Cells]) -> tuple[lis
     """Returns the cells of the rows from the fastest on, and the indices of the best."""
     ordered = sorted(rows, key=lambda row: number(row.get("speedup"), 0.0), reverse=True)
     return [cells(row) for row in ordered], [i for i, row in enumerate(ordered) if row.get("best") is True]
-
-
-def against(rows: Sequence[Row]) -> Markup:
-    """Returns predicted against measured speedups with a summary, nothing for no rows."""
-    points: dict[str, list[Point]] = {}
-    for row in rows:
-        if (measured := number(row.get("measured"))) and (predicted := number(row.get("predicted"))):
-            names = {"num_speculative_tokens": "depth", "temperature": "temperature", "batch": "batch"}
-            note = ", ".join(f"{name} {row[key]}" for key, name in names.items() if row.get(key) is not None)
-            point = Point(measured, predicted, number(row.get("low")), number(row.get("high")), note)
-            points.setdefault(_proposer(row), []).append(point)
-    pairs = [point for group in points.values() for point in group]
-    if not pairs:
-        return Markup()
-    errors = [abs(point.y / point.x - 1) for point in pairs]
-    inside = [p.low <= p.x <= p.high for p in pairs if p.low is not None and p.high is not None]
-    close = sum(error <= WITHIN for error in errors) / len(errors)
-    series = [Series(name, tuple(group)) for name, group in points.items()]
-    note = f"Shaded: within {100 * WITHIN:.0f} % of the diagonal. Lines: the predicted interval."
-    chart = scatter("Speedup, predicted and measured", series, "measured", "predicted", within=WITHIN, note=note)
-    contained = sum(inside) / len(inside) if inside else None
-    return Markup(ui().accuracy(close, 100 * WITHIN, median(errors), contained, len(pairs), chart))
-
-
-def _proposer(row: Row) -> str:
-    return str(row.get("name") or row.get("method") or "all")
 
 
 def _setting(row: Row) -> Setting:
