@@ -4,9 +4,10 @@
 // largest score so far, weighted sum of values (2205.14135). A row's pages, and the order within them, follow from its own
 // keys alone, wherever these lie and whatever else is in the pass, and so does its result.
 //
-// The next page is prefetched to the second level of caches while many queries multiply the current one. At one row, which waits
-// for memory, that was slower than to the first level in one go (1.2 times one thread's time behind 6,000 tokens; at four and
-// eight rows 0.93 times. Zen 5).
+// The next page is prefetched to the second level of caches while many queries multiply the current one, with AMX while they
+// multiply its values. At one row, which waits for memory, that was slower than to the first level in one go (1.2 times one
+// thread's time behind 6,000 tokens; at four and eight rows 0.93 times. Zen 5; with AMX, five and nine rows behind 1,000 tokens:
+// 0.85 and 0.84 times).
 //
 // Each stretch of STRETCH positions has sums of its own, which are merged in order. So several threads may compute a row's
 // stretches, and whether they do changes no bit.
@@ -122,7 +123,7 @@ class Attention : AttentionRows<kv> {
     void begin(int sequence, int part, int first_row, int last_row) {
         pages = b.pages[sequence], group = heads_at_once(m, layer), first = first_row, last = last_row;
         count = (last - first) * group, first_head = part * group, kv_head = first_head / (m.heads / layer.kv_heads);
-        spreads = kv != INT8 && ONE_REGISTER && !TILES && count > MIX_QUERIES;
+        spreads = kv != INT8 && ONE_REGISTER && count > MIX_QUERIES;
         from = b.reach, end_prefix = end = 0;
         for (int row = first; row < last; row++) {
             end_prefix = std::max(end_prefix, prefix(row)), end = std::max(end, keys_of(row));
@@ -332,15 +333,16 @@ class Attention : AttentionRows<kv> {
     void mix_some(int from, int many, int keys, const Value& value) {
         const RowTiles tiles(many, Q);
         const int dim = layer.head_dim, stride = int(Softmax::numbers(dim)), turns = PAIRED ? keys / 2 : keys;
-        const bool asks = spreads && next && many == count;  // for its part of the next page's values
-        const int64_t all = layout.half_words / LANES, all_turns = int64_t(tiles.count) * ceiling(dim, V * LANES) * turns;
+        const bool asks = spreads && next && many == count;  // for its part of the next page's values, and with AMX of its keys
+        const Word* const wanted = TILES ? next : next + layout.half_words;
+        const int64_t all = (TILES ? 2 : 1) * layout.half_words / LANES, all_turns = int64_t(tiles.count) * ceiling(dim, V * LANES) * turns;
         const int lines = asks ? int((all + all_turns - 1) / all_turns) : 0;
         int64_t line = 0;
         for (int at = 0; at < dim; at += V * LANES)
             for (int t = 0; t < tiles.count; t++, line += int64_t(lines) * turns) {
                 const int q = from + tiles.first(t);
                 const MixTile tile{PAIRED ? (const float*)bytes + q * ROW_WORDS : scores + q * PAGE, current + q * stride + at, factors + q, stride, at, keys,
-                                   asks ? next + layout.half_words + line * LANES : nullptr, line < all ? lines : 0};
+                                   asks ? wanted + line * LANES : nullptr, line < all ? lines : 0};
                 pick_mix<Q, V>(tiles.height(t), std::min((dim - at) / LANES, V), tile, value);
             }
     }

@@ -124,10 +124,11 @@ struct AttentionMixer {
         const int64_t items = (int64_t)cut.size() * parts, count = stretches_of(b.reach);
         const bool windowed = layer.window && std::abs(layer.window) <= STRETCH;
         const bool apart = count > 1 && !windowed && p.member.threads > 1 && items < FEW_ITEMS * p.member.threads;
+        // The tiles of a head of keys one after another, so that a thread reads its keys once.
         auto each_tile = [&](int64_t of, auto run) {
             p.member.each(items * of, 1, [&](int64_t item) {
-                const QueryTile& tile = cut[item / of / parts];
-                run(tile.sequence, int(item / of % parts), tile.first, tile.last, int(item % of));
+                const QueryTile& tile = cut[item / of % cut.size()];
+                run(tile.sequence, int(item / of / cut.size()), tile.first, tile.last, int(item % of));
             });
         };
         if (!apart)

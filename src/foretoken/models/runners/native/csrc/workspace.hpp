@@ -67,9 +67,11 @@ struct Tiles {
     // Cuts the rows of each sequence into tiles of at most `rows` rows, unless that was done for this number of heads.
     void add(int heads, int rows, const BatchSpec& b) {
         const auto [at, missing] = by_heads.try_emplace(heads);
-        for (int s = 0; missing && s < b.sequences; s++)
-            for (int first = b.sequence_from[s], last; first < b.sequence_from[s + 1]; first = last)
-                at->second.push_back({s, first, last = std::min(first + rows, b.sequence_from[s + 1])});
+        for (int s = 0; missing && s < b.sequences; s++) {
+            const int first = b.sequence_from[s];
+            const RowTiles tiles(b.sequence_from[s + 1] - first, rows);
+            for (int t = 0; t < tiles.count; t++) at->second.push_back({s, first + tiles.first(t), first + tiles.first(t + 1)});
+        }
     }
 
     const std::vector<QueryTile>& of(int heads) const { return by_heads.at(heads); }
