@@ -11,7 +11,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -44,12 +44,12 @@ class Journal(Generic[T]):
     """
 
     def __init__(self, kind: type[T], file: Path | None = None) -> None:
-        self._file = file
+        self._file, self._adapter = file, TypeAdapter(kind)
         self._answers: dict[str, T] = {}
         if file is not None:
             try:
-                adapter, lines = TypeAdapter(kind), file.read_text("utf-8").splitlines() if file.exists() else []
-                self._answers = dict(filter(None, (_restored(line, adapter) for line in lines)))
+                lines = file.read_text("utf-8").splitlines() if file.exists() else []
+                self._answers = dict(filter(None, (_restored(line, self._adapter) for line in lines)))
                 self._out = file.open("a", encoding="utf-8")
             except OSError as error:
                 raise WriteError(f"cannot keep answers in {file}: {error.strerror}; choose another --output") from error
@@ -62,7 +62,8 @@ class Journal(Generic[T]):
     def keep(self, key: str, answer: T) -> None:
         self._answers[key] = answer
         if self._file is not None:
-            self._out.write(json.dumps({"key": key, "answer": asdict(answer)}) + "\n")  # type: ignore[call-overload]
+            record = {"key": key, "answer": self._adapter.dump_python(answer)}
+            self._out.write(json.dumps(record) + "\n")
             self._out.flush()
 
     def close(self, finished: bool) -> None:
