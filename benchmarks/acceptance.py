@@ -12,15 +12,15 @@ Heads that are missing, and methods that need files (--datastore, --other-draft)
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 
 from foretoken import zoo
@@ -34,11 +34,12 @@ from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import Counts
 from foretoken.engine.stopping import Length
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.loading import load_model
 from foretoken.outputs import SPAN
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.data import standard_library
 from options import Draft, Output, Prompts, Temperatures, target_path
-from systems import builder_of
 
 TokenIds = list[list[int]]
 Cell = dict[str, Any]  # result of one method with drafts of at most ``nodes`` nodes
@@ -73,36 +74,27 @@ SYSTEMS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Settings that all cells share."""
+def measure(
+    builder: Builder, config: dict[str, Any], nodes: int, prompts: TokenIds, temperature: float, sizes: tuple[int, int]
+) -> tuple[Cell, TokenIds]:
+    """Runs one method on all prompts. Returns its counts and the generated token ids.
 
-    builder: Builder
-    tokens: int
-    batch: int
-
-    def measure(
-        self, name: str, config: dict[str, Any], nodes: int, text: str, prompts: TokenIds, temperature: float
-    ) -> tuple[Cell, TokenIds]:
-        """Runs one method on all prompts. Returns the cell and the generated token ids.
-
-        Passes without a draft count, too. accepted_per_position: accepted tokens by depth.
-        """
-        speculative = SpeculativeConfig.of(config)
-        proposer = self.builder.build(speculative)
-        engine = Engine(self.builder.target, proposer, Fixed(nodes), max_sequences=self.batch)
-        law, counts = SamplingLaw(temperature=temperature), Counts()
-        contexts = [Context(i, list(ids), len(ids), law, Streams(i)) for i, ids in enumerate(prompts)]
-        for context in contexts:
-            engine.add(context, Length(self.tokens))
-        while engine.busy:
-            for step in engine.step():
-                counts.add(step)
-        stats = counts.freeze()
-        cell = {"system": name, "config": config, "nodes": nodes, "text": text, "temperature": temperature}
-        cell |= {key: getattr(stats, key) for key in COUNTED} | {"passes": stats.steps}
-        cell["mean_acceptance_length"] = stats.tokens / stats.steps
-        return cell, [context.tokens[context.prompt_length :] for context in contexts]
+    Passes without a draft count, too. accepted_per_position: accepted tokens by depth. sizes: tokens of each
+    completion, and sequences at once.
+    """
+    proposer = builder.build(SpeculativeConfig.of(config))
+    engine = Engine(builder.target, proposer, Fixed(nodes), max_sequences=sizes[1])
+    counts, law = Counts(), SamplingLaw(temperature=temperature)
+    contexts = [Context(i, list(ids), len(ids), law, Streams(i)) for i, ids in enumerate(prompts)]
+    for context in contexts:
+        engine.add(context, Length(sizes[0]))
+    while engine.busy:
+        for step in engine.step():
+            counts.add(step)
+    stats = counts.freeze()
+    cell = {key: getattr(stats, key) for key in COUNTED} | {"passes": stats.steps}
+    cell["mean_acceptance_length"] = stats.tokens / stats.steps
+    return cell, [context.tokens[context.prompt_length :] for context in contexts]
 
 
 def cuts(texts: Sequence[str], tokenizer: Any, count: int, length: int, following: int) -> TokenIds:
@@ -135,17 +127,13 @@ def systems(
             yield name, config | {"model": model}
 
 
-def table(cells: Sequence[Cell], nodes: Sequence[int], temperatures: Sequence[float], texts: Sequence[str]) -> Table:
+def table(cells: Sequence[Cell], grid: Sequence[tuple[str, float, int]]) -> Table:
     """Returns a table with a line for each method, and columns by text, temperature and nodes."""
-    columns = [(text, temperature, n) for text in texts for temperature in temperatures for n in nodes]
     keys = ("system", "text", "temperature", "nodes")
-    by_column = {tuple(cell[key] for key in keys): cell["mean_acceptance_length"] for cell in cells}
-    rows = []
-    for name in dict.fromkeys(cell["system"] for cell in cells):
-        line = [by_column.get((name, *column)) for column in columns]
-        rows.append((name, *(f"{cell:.2f}" if cell else "" for cell in line)))
-    heads = (f"{text} T={temperature:g} n={n}" for text, temperature, n in columns)
-    return figures(("tokens per pass", *heads), rows)
+    by_column = {tuple(cell[key] for key in keys): f"{cell['mean_acceptance_length']:.2f}" for cell in cells}
+    names = dict.fromkeys(cell["system"] for cell in cells)
+    rows = [(name, *(by_column.get((name, *column), "") for column in grid)) for name in names]
+    return figures(("tokens per pass", *(f"{text} T={heat:g} n={n}" for text, heat, n in grid)), rows)
 
 
 def by_output(cells: Sequence[Cell]) -> Table:
@@ -160,37 +148,31 @@ def by_output(cells: Sequence[Cell]) -> Table:
 
 
 def all_cells(
-    bench: Bench,
+    builder: Builder,
     wanted: Sequence[tuple[str, dict[str, Any]]],
     texts: dict[str, TokenIds],
-    nodes: Sequence[int],
-    temperatures: Sequence[float],
-    console: Console,
+    grid: Sequence[tuple[str, float, int]],
+    sizes: tuple[int, int],
 ) -> Iterator[Cell]:
-    """Measures all cells. Raises RuntimeError where a greedy text differs from plain decoding's."""
-    plain = {
-        text: bench.measure("plain", {"method": "none"}, 0, text, prompts, 0.0)[1]
-        for text, prompts in texts.items()
-        if 0.0 in temperatures
-    }
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(wanted) * len(texts) * len(nodes) * len(temperatures))
-        for name, config in wanted:
-            progress.update(bar, description=name)
-            try:
-                bench.builder.build(SpeculativeConfig.of(config))
-            except (ForetokenError, ModuleNotFoundError, NotImplementedError) as error:
-                console.print(f"{name}: left out, {error}", style="yellow")
-                progress.advance(bar, len(texts) * len(nodes) * len(temperatures))
-                continue
-            for text, prompts in texts.items():
-                for temperature in temperatures:
-                    for n in nodes:
-                        cell, written = bench.measure(name, config, n, text, prompts, temperature)
-                        if temperature == 0.0 and bench.builder.target.batch_invariant and written != plain[text]:
-                            raise RuntimeError(f"{name} at {n} nodes changed the greedy text of {text}")
-                        progress.advance(bar)
-                        yield cell
+    """Measures all methods at each text, temperature and number of nodes of ``grid``.
+
+    Raises RuntimeError if a greedy text differs from that of plain decoding.
+    """
+    console, none = wide_console(), {"method": "none"}
+    greedy = {text for text, temperature, _ in grid if temperature == 0.0}
+    plain = {text: measure(builder, none, 0, texts[text], 0.0, sizes)[1] for text in greedy}
+    for name, config in track(wanted, "methods", console=console, transient=True):
+        try:
+            builder.build(SpeculativeConfig.of(config))
+        except (ForetokenError, ModuleNotFoundError, NotImplementedError) as error:
+            console.print(f"{name}: skipped, {error}", style="yellow")
+            continue
+        for text, temperature, nodes in grid:
+            cell, written = measure(builder, config, nodes, texts[text], temperature, sizes)
+            if temperature == 0.0 and builder.target.batch_invariant and written != plain[text]:
+                raise RuntimeError(f"{name} at {nodes} nodes changed the greedy text of {text}")
+            place = {"system": name, "config": config, "nodes": nodes, "text": text, "temperature": temperature}
+            yield place | cell
 
 
 def main(
@@ -213,8 +195,8 @@ def main(
     torch.set_num_threads(cores())
     path = target_path(target, small=True)
     longest = max(4096, max(context) + tokens + max(nodes))
-    bench = Bench(builder_of(path, dtype=dtype, max_length=longest), tokens, batch)
-    tokenizer = bench.builder.tokenizer
+    load, tokenizer = partial(load_model, dtype=dtype, max_length=longest), load_tokenizer(path)
+    builder = Builder(load(path), tokenizer, path, load)
     texts: dict[str, TokenIds] = {
         "prompts": [tokenizer.encode(text, add_special_tokens=False) for text in prompts_or_functions(prompts, count)],
     }
@@ -223,9 +205,10 @@ def main(
         texts[name] = cuts(standard_library().held_out, tokenizer, count, length, tokens)
     files = [str(file) if file else None for file in (other_draft, datastore)]
     chosen = list(systems(config, str(draft or zoo.path("draft")), *files))
-    cells = list(all_cells(bench, chosen, texts, nodes, temperature, wide_console()))
+    grid = list(product(texts, temperature, nodes))
+    cells = list(all_cells(builder, chosen, texts, grid, (tokens, batch)))
     facts = {"target": path.name, "count": count, "tokens": tokens, "batch": batch, "dtype": dtype}
-    tables = [table(cells, nodes, temperature, list(texts))]
+    tables = [table(cells, grid)]
     if len(context) > 1 or tokens > SPAN:
         tables.append(by_output(cells))
     report(tables, facts, output, cells=cells)

@@ -1,132 +1,61 @@
-"""The default beside configurations chosen by hand, in turns of a few steps, so that a slow minute slows all of them.
+"""The default beside plain decoding and configurations chosen by hand, in turns of a few steps.
 
     python benchmarks/defaults.py --prompts humaneval.jsonl --temperature 0 --temperature 1
     python benchmarks/defaults.py --batch 8 --count 8
-    python benchmarks/defaults.py --target SmolLM2.gguf --draft none --batch 8 --count 16 --parts
     python benchmarks/defaults.py --target WIDE --draft none --batch 16 --count 16  # its MTP layers alone
     python benchmarks/defaults.py --target SmolLM2.gguf --draft none --prompts spec_bench.jsonl --by-category \
         --config '{"method": "suffix"}' --config '{"method": "eagle3", "model": "smollm2-135m-eagle3"}'
+    python benchmarks/defaults.py --part completion --part editing --part repetition --prefill --temperature 0 \
+        --depth 2 --depth 8 --config '{"method": "draft_model"}' --config '{"method": "suffix"}'
 
 All systems complete the same prompts, each in an ``LLM`` of its own in this process, and take turns of ``--steps``
-steps. Figures are tokens over seconds while decoding: what came with the first tokens, and the time until then, does
-not count. The default may draft from what it learned on earlier prompts of the same run, as users' requests do; texts
-of other requests it never copies.
+steps, so that a slow minute slows all of them. Figures are tokens over seconds while decoding, or with ``--prefill`` of
+all steps. Systems keep what they learn from request to request; texts of other requests the default never copies.
 
---parts adds the milliseconds of a step by part. Those of the draft policy and of the calls of the draft model or head
-are also in "propose" and "other".
+The parts of a mixed stream alternate. completion: functions, or the prompts of a file. editing: a function, then the
+same function with a rename and a fix, with the original as the client's prediction. repetition: one pattern repeated
+with other words in it. The output of the last two is forced (``foretoken.bench.editing``), at temperature 0.
 """
 
 import json
 import random
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.progress import track
-from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.measure import Stopwatch
+from foretoken.bench.editing import ForcedOutput, editing_tasks
 from foretoken.bench.output import cores, figures, report
 from foretoken.bench.workloads import FUNCTIONS, encoded_prompts
 from foretoken.models.formats.checkpoint import load_tokenizer
-from foretoken.outputs import StreamPiece
-from foretoken.propose.union import Union
-from options import Output, Prompts, Target, Temperatures, target_path
-from systems import Totals
+from options import Output, Prompts, Repeats, Small, Target, Temperatures, target_path
+from systems import System, Totals, Workload, engine_on, take_turns
 
-DEFAULT, PLAIN = "default", "plain"
-LAPS = {"propose": "propose", "score": "target", "verify": "verify", "commit": "commit"}  # of ``Timings``
-POLICY = ["budgets", "lengths", "value", "searches", "keep", "decision", "searched", "copy_record", "claim_record"]
-POLICY += ["settle", "drafted", "observe"]
+DEFAULT, PLAIN, STREAM = "default", "plain", "all"
+PARTS = COMPLETION, EDITING, REPETITION = ("completion", "editing", "repetition")
 BY_HAND = (
     '{"method": "draft_model", "num_speculative_tokens": 4}',
     '{"method": "draft_model", "num_speculative_tokens": 6}',
     '{"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 6}',
     '{"method": "draft_model", "control": "goodput"}',
 )
-
-
-@dataclass
-class Run:
-    """A system's completions of one group of prompts, as far as they are."""
-
-    pieces: Iterator[StreamPiece]  # what it writes from here on
-    open: int  # number of completions that are not finished
-    parts: defaultdict[str, float]  # seconds of its steps by part, and their number
-
-    def advance(self, steps: int) -> Totals:
-        """Runs about ``steps`` steps, one piece for each open completion."""
-        started = perf_counter()
-        pieces = list(islice(self.pieces, steps * self.open))
-        seconds = perf_counter() - started
-        self.open -= sum(piece.output is not None for piece in pieces)
-        self.parts["total"] += seconds
-        for timings in (piece.step.timings for piece in pieces):  # those of a step are in ``batch`` pieces
-            self.parts["steps"] += 1 / timings.batch
-            for lap, part in LAPS.items():
-                self.parts[part] += getattr(timings, lap) / timings.batch
-        return Totals(sum(len(piece.token_ids) for piece in pieces), len(pieces), seconds)
-
-
-def watches(llm: LLM) -> dict[str, Stopwatch]:
-    """Returns clocks of the draft policy and of the calls of the draft model or head of the default method."""
-    proposer = llm.proposer_of(llm.methods[0])
-    if not isinstance(proposer, Union):
-        return {}
-    policy, model = proposer.policy, proposer.model and proposer.model.proposer
-    net = getattr(model, "net", None) or getattr(model, "model", None)
-    drafting = [(net, name) for name in ("chains", "score") if hasattr(net, name)]
-    return {
-        "policy": Stopwatch([*((policy, name) for name in POLICY), (policy.costs, "observe")]),
-        "draft model": Stopwatch(drafting),
-    }
-
-
-def begun(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[Iterator[StreamPiece], int]:
-    """Starts completions, and waits until each has its first tokens.
-
-    Returns:
-        The pieces that follow, and the number of unfinished completions.
-    """
-    pieces, first, finished = llm.stream(list(prompts), params), set[int](), 0
-    for piece in pieces:
-        first.add(piece.request_id)
-        finished += piece.output is not None
-        if len(first) == len(prompts):
-            break
-    return pieces, len(prompts) - finished
-
-
-def race(
-    systems: Mapping[str, LLM],
-    groups: Sequence[Sequence[Any]],
-    params: SamplingParams,
-    steps: int,
-    clocks: Mapping[str, Mapping[str, Stopwatch]],
-) -> tuple[dict[str, Totals], Mapping[str, Mapping[str, float]]]:
-    """Returns each system's total over all groups of prompts, in turns of ``steps`` steps in random order.
-
-    The second value has the seconds of all steps by part, and the number of steps. ``clocks`` are open ``watches``.
-    """
-    totals, order = {name: Totals() for name in systems}, random.Random(0)
-    parts = {name: defaultdict[str, float](float) for name in systems}
-    for group in track(groups, f"temperature {params.temperature:g}"):
-        runs = {name: Run(*begun(llm, group, params), parts[name]) for name, llm in systems.items()}
-        while left := [name for name, run in runs.items() if run.open]:
-            for name in order.sample(left, len(left)):
-                before = {part: clock.seconds for part, clock in clocks[name].items()}
-                totals[name] += runs[name].advance(steps)
-                for part, clock in clocks[name].items():
-                    parts[name][part] += clock.seconds - before[part]
-    return totals, parts
+_WORDS = (
+    *("north", "east", "south", "west", "red", "green", "blue", "black"),
+    *("apple", "pear", "plum", "fig", "iron", "tin", "zinc", "lead"),
+)
+_PATTERNS = (
+    "    assert parse('{0}: {1}') == ('{0}', '{1}')\n",
+    "    {{'name': '{0}', 'colour': '{1}', 'size': {2}}},\n",
+    "register('{0}', handler=on_{0}, fallback=on_{1}, timeout={2})\n",
+    "INSERT INTO items (name, origin, amount) VALUES ('{0}', '{1}', {2});\n",
+)
 
 
 def by_categories(texts: Sequence[Any], file: Path, count: int) -> dict[str, list[Any]]:
@@ -138,79 +67,112 @@ def by_categories(texts: Sequence[Any], file: Path, count: int) -> dict[str, lis
     return {category: part[:count] for category, part in parts.items()}
 
 
-def table(cells: Mapping[str, Mapping[str, Totals]]) -> Table:
-    """Returns a line for each cell and system, the ratio to plain decoding and to the fastest by hand."""
-    rows = []
+def forced(part: str, tokenizer: Any, count: int) -> Iterator[Workload]:
+    """Yields requests of editing or repetition."""
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def work(prompt: list[int], output: list[int], prediction: list[int] | None = None) -> Workload:
+        params = SamplingParams(max_tokens=len(output), temperature=0.0, ignore_eos=True, prediction=prediction)
+        return Workload(part, [{"prompt_token_ids": prompt}], params, output)
+
+    if part == EDITING:
+        yield from (work(task.prompt, task.output, task.reference) for task in editing_tasks(tokenizer)[:count])
+        return
+    for number in range(count):
+        lines = [_pattern_line(number, line) for line in range(18)]
+        yield work(ids("".join(lines[:2])), ids("".join(lines[2:])))
+
+
+def _pattern_line(task: int, line: int) -> str:
+    word = task * 7 + line * 5
+    return _PATTERNS[task % len(_PATTERNS)].format(_WORDS[word % 16], _WORDS[(word * 3 + line) % 16], word * 37 % 91)
+
+
+def race(
+    systems: Mapping[str, System], stream: Sequence[Workload], steps: int, prefill: bool
+) -> dict[str, dict[str, Totals]]:
+    """Returns each system's totals by cell, and of the whole stream if it has several."""
+    order, cells = random.Random(0), {work.cell: dict.fromkeys(systems, Totals()) for work in stream}
+    for work in track(stream, "requests", transient=True):
+        for name, totals in take_turns(systems, work, steps, order, prefill).items():
+            cells[work.cell][name] += totals
+    if len(cells) > 1:
+        cells[STREAM] = {name: sum((cell[name] for cell in cells.values()), Totals()) for name in systems}
+    return cells
+
+
+def rows(cells: Mapping[str, Mapping[str, Totals]]) -> Iterator[tuple[str, ...]]:
+    """Yields a line for each cell and system, with the ratio to plain decoding and to the fastest by hand."""
     for cell, totals in cells.items():
         best = max((total.speed for name, total in totals.items() if name not in (DEFAULT, PLAIN)), default=0.0)
         for name, total in totals.items():
             ratios = f"{total.speed / totals[PLAIN].speed:.2f}", f"{total.speed / best:.2f}" if best else ""
-            rows.append((cell, name, f"{total.speed:.1f}", f"{total.tokens_per_pass:.2f}", *ratios))
-    return figures(("T", "system", "tokens/s", "tokens a step", "/ plain", "/ best by hand"), rows)
+            yield cell, name, f"{total.speed:.1f}", f"{total.tokens_per_pass:.2f}", *ratios
 
 
-def parts_table(cells: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
-    """Returns a line for each cell and system with the milliseconds of a step by part."""
-    names = [*LAPS.values(), "other", "total", "policy", "draft model"]
-    rows = []
-    for cell, systems in cells.items():
-        for name, parts in systems.items():
-            own = {**parts, "other": parts["total"] - sum(parts[part] for part in LAPS.values())}
-            rows.append((cell, name, *(f"{1e3 * own.get(part, 0.0) / parts['steps']:.3f}" for part in names)))
-    return figures(("T", "ms of a step", *names), rows)
+def configurations(given: Sequence[str], depths: Sequence[int], draft: str) -> dict[str, dict[str, Any]]:
+    """Returns all configurations by name. draft: the draft model of those that name none, or "none"."""
+    shared = {} if draft == "none" else {"model": draft}
+    named: dict[str, dict[str, Any]] = {PLAIN: {"method": "none"}, DEFAULT: shared}
+    for keys in map(json.loads, given or (BY_HAND if shared else ())):
+        heads = keys.get("method", "draft_model") not in ("draft_model", "auto")
+        for fixed in [{"num_speculative_tokens": depth, "control": "fixed"} for depth in depths] or [{}]:
+            own = keys | fixed
+            named[" ".join(map(str, own.values()))] = own if heads else {**shared, **own}
+    return named
 
 
 def main(
     target: Target = None,
+    small: Small = False,
     draft: Annotated[
         str | None, typer.Option(help="Default: the bundled one; none: what ships with the target drafts.")
     ] = None,
     config: Annotated[list[str] | None, typer.Option(help="A configuration by hand as JSON; repeatable.")] = None,
+    depth: Annotated[list[int], typer.Option(min=1, help="Fixed draft lengths by hand; repeatable.")] = [],
+    part: Annotated[list[str], typer.Option(help=f"{', '.join(PARTS)}; repeatable.")] = [COMPLETION],
     prompts: Prompts = None,
-    count: Annotated[int, typer.Option(min=1, help="Prompts, with --by-category of each.")] = 8,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of each part or category.")] = 8,
     by_category: Annotated[bool, typer.Option("--by-category", help="A cell for each category of --prompts.")] = False,
     tokens: Annotated[int, typer.Option(min=2, help="Of each completion.")] = 96,
     temperature: Temperatures = [0.0, 1.0],
     batch: Annotated[int, typer.Option(min=1, help="Prompts completed at once.")] = 1,
     quantization: Annotated[str | None, typer.Option(help="Of the target.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Of a turn.")] = 8,
-    by_part: Annotated[bool, typer.Option("--parts", help="Add the milliseconds of a step by part.")] = False,
+    prefill: Annotated[bool, typer.Option("--prefill", help="Count steps that compute prompts.")] = False,
+    repeats: Repeats = 1,
     output: Output = None,
 ) -> None:
     """Prints tokens per second of the default, of plain decoding and of configurations by hand."""
     torch.set_num_threads(cores())
-    where, model = target_path(target), draft or str(zoo.path("draft"))
-    shared: dict[str, Any] = {} if model == "none" else {"model": model}
-    parts: dict[str, list[Any]] = {"": [FUNCTIONS[i % len(FUNCTIONS)] for i in range(count)]}
+    where = target_path(target, small)
+    tokenizer = load_tokenizer(where)
+    texts: dict[str, list[Any]] = {"": [FUNCTIONS[i % len(FUNCTIONS)] for i in range(count)]}
     if prompts:
-        texts = encoded_prompts(load_tokenizer(where), prompts, None if by_category else count)
-        parts = by_categories(texts, prompts, count) if by_category else {"": texts}
-    named: dict[str, dict[str, Any]] = {PLAIN: {"method": "none"}, DEFAULT: shared}
-    for each in config or (BY_HAND if shared else ()):
-        keys = json.loads(each)
-        heads = keys.get("method", "draft_model") not in ("draft_model", "auto")
-        named[" ".join(str(value) for value in keys.values())] = keys if heads else {**shared, **keys}
+        encoded = encoded_prompts(tokenizer, prompts, None if by_category else count)
+        texts = by_categories(encoded, prompts, count) if by_category else {"": encoded}
+    lanes: list[list[Workload]] = [list(forced(name, tokenizer, count)) for name in part if name != COMPLETION]
+    for heat in temperature if COMPLETION in part else ():
+        params = SamplingParams(max_tokens=tokens, temperature=heat, ignore_eos=True)
+        for category, own in texts.items():
+            groups = [own[at : at + batch] for at in range(0, len(own), batch)]
+            lanes.append([Workload(f"{heat:g} {category}".strip(), group, params) for group in groups])
+    stream = [work for works in zip_longest(*lanes) for work in works if work is not None] * repeats
+    options: dict[str, Any] = {"max_num_seqs": max(16, batch), "quantization": quantization}
     with ExitStack() as stack:
-        options: dict[str, Any] = {"max_num_seqs": max(16, batch), "quantization": quantization}
-        systems = {
-            name: stack.enter_context(closing(LLM(where, speculative_config=keys, **options)))
-            for name, keys in track(named.items(), "loading")
-        }
-        print("the default drafts by", systems[DEFAULT].methods[0])
-        clocks = {name: watches(llm) if by_part else {} for name, llm in systems.items()}
-        for clock in (clock for own in clocks.values() for clock in own.values()):
-            stack.enter_context(clock)
-        cells, parts_of = {}, {}
-        for heat in temperature:
-            params = SamplingParams(max_tokens=tokens, temperature=heat, ignore_eos=True)
-            for part, texts in parts.items():
-                groups = [texts[at : at + batch] for at in range(0, len(texts), batch)]
-                cell = f"{heat:g} {part}".strip()
-                cells[cell], parts_of[cell] = race(systems, groups, params, steps, clocks)
-    facts = {"target": where.name, "count": count, "tokens": tokens, "batch": batch, "steps": steps}
+        systems: dict[str, System] = {}
+        for name, keys in configurations(config or (), depth, draft or str(zoo.path("draft"))).items():
+            llm = stack.enter_context(closing(LLM(where, speculative_config=keys, **options)))
+            engine = engine_on(ForcedOutput(llm.target), llm) if set(part) - {COMPLETION} else None
+            systems[name] = System(llm, engine)
+        print("the default drafts by", systems[DEFAULT].llm.methods[0])
+        cells = race(systems, stream, steps, prefill)
+    facts = {"target": where.name, "count": count, "tokens": tokens, "batch": batch, "steps": steps, "prefill": prefill}
+    heads = ("T", "system", "tokens/s", "tokens a step", "/ plain", "/ best by hand")
     record = {title: {name: asdict(total) for name, total in cell.items()} for title, cell in cells.items()}
-    tables = [table(cells), *([parts_table(parts_of)] if by_part else [])]
-    report(tables, facts, output, cells=record, seconds=parts_of)
+    report([figures(heads, rows(cells))], facts, output, cells=record)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,16 @@
 
 random: a draft model of random weights. over-large: the target as its own draft. wrong: an EAGLE-3 head whose weights
 were shuffled. Every repeat begins with a draft policy that knows nothing. The same requests run in two engines over one
-target, and the engines alternate step by step and prefill chunk by chunk, so that a machine whose speed drifts is as
-slow for one as for the other; both are end to end, prompts included, end-of-text ignored. A ratio is guarded over plain
-tokens per second over all batches of a repeat; of a cell, the repeats' median.
+target, in turns of a step or a prefill chunk, so that a machine whose speed drifts is as slow for one as for the other;
+both are end to end, prompts included, end-of-text ignored. A ratio is guarded over plain tokens per second over all
+batches of a repeat; of a cell, the repeats' median.
 """
 
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -33,12 +34,11 @@ from foretoken.control.base import Controller
 from foretoken.control.config import build
 from foretoken.control.policy import DraftPolicy
 from foretoken.engine.loop import Engine
-from foretoken.engine.requests import Assembler
 from foretoken.engine.warmup import warm_up
 from foretoken.propose.base import Proposer
 from foretoken.propose.union import Union
 from options import Output, Repeats, Small, Temperatures, target_path
-from systems import Totals, timed_step
+from systems import System, Totals, Workload, take_turns
 
 PROSE = (
     "The harbour was quiet that morning. Two boats had come in before dawn, and the men who had been out on them sat "
@@ -57,6 +57,7 @@ REPETITION = (
     "x = 0\n" * 40,
 )
 TEXTS = {"prose": PROSE, "code": FUNCTIONS, "repetition": REPETITION}
+GUARDED, PLAIN = "guarded", "plain"
 PROPOSERS = ("random", "over-large", "wrong")
 COLUMNS = {
     "proposer": "{proposer}",
@@ -108,66 +109,39 @@ def configuration(proposer: str, target: Path, folder: Path) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(wrong_head(head, folder / "head"))}
 
 
-@dataclass
-class Sides:
-    """Two engines on one set of models: one decodes plainly, the other as configured."""
-
-    llm: LLM
-
-    def __post_init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Resets the draft policy to its state after the warm-up."""
-        config, target, policy = self.llm.speculative_config, self.llm.target, DraftPolicy()
-        union = self.llm.engine.proposer
-        assert isinstance(union, Union)
-        warm_up(target, union, policy.costs, config.max_tokens)
-        self._proposer = Union(union.sources, policy, union.name)
-        self._controller = build(config.control_in_force, config.max_tokens, target.device, policy)
-
-    def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Totals]:
-        """Runs one batch on both sides, alternating step by step. Returns the totals by whether the side is guarded.
-
-        first: Whether the guarded side runs the first step.
-        """
-        batch = len(prompts)
-        engine = partial(Engine, self.llm.target, max_sequences=batch, prompt_rows=PIECE)
-        engines = {True: engine(self._proposer, self._controller), False: engine(Proposer(), Controller())}
-        for side in engines.values():
-            for prompt in prompts:
-                Assembler(side, self.llm.tokenizer).add(*self.llm.requests.build(prompt, params))
-        sums = {True: Totals(), False: Totals()}
-        while any(engine.busy for engine in engines.values()):
-            for guarded in (first, not first):
-                if engines[guarded].busy:
-                    sums[guarded] += timed_step(engines[guarded])[1]
-            first = not first
-        return sums
+def begun(llm: LLM, batch: int) -> dict[str, System]:
+    """Returns both systems on one set of models, with a draft policy in its state after the warm-up."""
+    config, target, policy = llm.speculative_config, llm.target, DraftPolicy()
+    union = llm.engine.proposer
+    assert isinstance(union, Union)
+    warm_up(target, union, policy.costs, config.max_tokens)
+    engine = partial(Engine, target, max_sequences=batch, prompt_rows=PIECE)
+    controller = build(config.control_in_force, config.max_tokens, target.device, policy)
+    guarded = engine(Union(union.sources, policy, union.name), controller)
+    return {GUARDED: System(llm, guarded), PLAIN: System(llm, engine(Proposer(), Controller()))}
 
 
 def cell(
-    sides: Sides, proposer: str, text: str, temperature: float, batch: int, tokens: int, requests: int, repeats: int
+    llm: LLM, proposer: str, text: str, temperature: float, batch: int, tokens: int, requests: int, repeats: int
 ) -> dict[str, Any]:
-    """Runs plain and guarded decoding in alternation; each goes first in every other repeat.
+    """Runs plain and guarded decoding in turns of a step.
 
     ratios: guarded over plain tokens per second, by repeat. drafted: draft tokens per token.
     """
-    prompts = cycle(TEXTS[text])
+    prompts, order = cycle(TEXTS[text]), random.Random(0)
     groups = [list(islice(prompts, batch)) for _ in range(requests)]
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
-    sides.run(groups[0], replace(params, max_tokens=8), True)
-    runs: list[dict[bool, Totals]] = []
-    for repeat in range(repeats):
-        sides.begin()
-        sums = {True: Totals(), False: Totals()}
-        for i, group in enumerate(groups):
-            both = sides.run(group, params, first=(repeat + i) % 2 == 0)
-            sums = {side: sums[side] + both[side] for side in sums}
+    take_turns(begun(llm, batch), Workload(text, groups[0], replace(params, max_tokens=8)), 1, order)
+    runs: list[dict[str, Totals]] = []
+    for _ in range(repeats):
+        systems, sums = begun(llm, batch), {GUARDED: Totals(), PLAIN: Totals()}
+        for group in groups:
+            both = take_turns(systems, Workload(text, group, params), 1, order)
+            sums = {name: sums[name] + both[name] for name in sums}
         runs.append(sums)
-    plain, fast = (median(sums[side].speed for sums in runs) for side in (False, True))
-    ratios = [sums[True].speed / sums[False].speed for sums in runs]
-    drafted = sum((sums[True] for sums in runs), Totals())
+    plain, fast = (median(sums[name].speed for sums in runs) for name in (PLAIN, GUARDED))
+    ratios = [sums[GUARDED].speed / sums[PLAIN].speed for sums in runs]
+    drafted = sum((sums[GUARDED] for sums in runs), Totals())
     place = {"proposer": proposer, "text": text, "temperature": temperature, "batch": batch}
     place |= {"plain": plain, "guarded": fast, "drafted": drafted.drafted / drafted.tokens}
     return place | {"ratios": ratios, "ratio": median(ratios), "lowest": min(ratios)}
@@ -179,11 +153,10 @@ def cells(
     """Yields all cells. Models are loaded once for each proposer."""
     for proposer in proposers:
         with tempfile.TemporaryDirectory() as folder:
-            config = configuration(proposer, target, Path(folder))
-            sides = Sides(LLM(target, speculative_config=config, max_model_len=2048))
+            llm = LLM(target, speculative_config=configuration(proposer, target, Path(folder)), max_model_len=2048)
         for text, temperature, batch in track(grid, description=proposer, transient=True, console=Console(stderr=True)):
-            yield cell(sides, proposer, text, temperature, batch, *sizes)
-        sides.llm.close()
+            yield cell(llm, proposer, text, temperature, batch, *sizes)
+        llm.close()
 
 
 def main(

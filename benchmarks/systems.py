@@ -1,9 +1,10 @@
-"""Engines that are timed step by step, proposers for a target, and the least time that a pass could take."""
+"""Systems that take turns of a few steps on one workload, and the least time that a pass could take."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,16 +13,15 @@ from typing import Any
 
 import torch
 
+from foretoken import LLM, SamplingParams
+from foretoken.bench.editing import ForcedOutput
 from foretoken.bench.measure import TimedTask
 from foretoken.bench.output import cores
-from foretoken.control.fixed import Fixed
 from foretoken.core.native.build import compiled
 from foretoken.core.step import StepOutput
 from foretoken.engine.loop import Engine
+from foretoken.engine.requests import Assembler
 from foretoken.models.base import Model
-from foretoken.models.formats.checkpoint import load_tokenizer
-from foretoken.models.loading import load_model
-from foretoken.speculation import Builder, SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -46,29 +46,98 @@ class Totals:
         return self.tokens / self.passes if self.passes else float("nan")
 
 
-def timed_step(engine: Engine) -> tuple[list[StepOutput], Totals]:
-    """Runs one step of an engine. Returns its outputs and totals."""
+def timed_step(engine: Engine, use: Callable[[StepOutput], object] = id) -> tuple[list[StepOutput], Totals]:
+    """Runs one step of an engine, and ``use`` on its outputs. Returns the outputs and the totals of both."""
     started = perf_counter()
     steps = engine.step()
+    for step in steps:
+        use(step)
     seconds = perf_counter() - started
     tokens, drafted = sum(len(step.tokens) for step in steps), sum(len(step.draft) for step in steps)
     return steps, Totals(tokens, len(steps), seconds, drafted, sum(step.accepted for step in steps))
 
 
-def builder_of(target: Path, **options: Any) -> Builder:
-    """Returns a builder of proposers for a target. All models are loaded with ``options``."""
+@dataclass(frozen=True)
+class Workload:
+    """Prompts that are completed in one batch.
 
-    def load(other: str | Path, **more: Any) -> Model:
-        return load_model(Path(other), **options, **more)
+    cell: The line of results to which it counts. output: Tokens that are forced; None if the model generates freely.
+    """
 
-    return Builder(load(target), load_tokenizer(target), target, load)
+    cell: str
+    prompts: Sequence[Any]
+    params: SamplingParams
+    output: Sequence[int] | None = None
 
 
-def fixed_engine(builder: Builder, config: Mapping[str, Any], depth: int | None = None, **options: Any) -> Engine:
-    """Returns an engine with a fixed draft length, that of the configuration unless ``depth`` is given."""
-    speculative = SpeculativeConfig.of(config)
-    fixed = Fixed(speculative.tokens if depth is None else depth)
-    return Engine(builder.target, builder.build(speculative), fixed, **options)
+class System:
+    """An engine over the model of an ``LLM``. engine: Another one than that of the ``LLM``."""
+
+    def __init__(self, llm: LLM, engine: Engine | None = None) -> None:
+        self.llm, self.engine = llm, engine or llm.engine
+        self._assembler = Assembler(self.engine, llm.tokenizer)
+        self._texts: dict[int, tuple[int, ...] | None] = {}
+
+    def add(self, work: Workload) -> None:
+        """Queues the prompts of a workload."""
+        self._texts.clear()
+        for prompt in work.prompts:
+            request, contexts = self.llm.requests.build(prompt, work.params)
+            self._assembler.add(request, contexts)
+            if isinstance(self.engine.target, ForcedOutput):
+                self.engine.target.output, self.engine.target.prompt_length = work.output, contexts[0].prompt_length
+
+    def prefill(self, count: int) -> None:
+        """Runs steps until ``count`` sequences have their first tokens."""
+        while self.engine.busy and len(self._texts) < count:
+            self.advance(1)
+
+    def advance(self, steps: int) -> Totals:
+        """Runs at most ``steps`` steps, and detokenizes."""
+        total = Totals()
+        for _ in range(steps):
+            if self.engine.busy:
+                total += timed_step(self.engine, self._use)[1]
+        return total
+
+    @property
+    def texts(self) -> list[tuple[int, ...] | None]:
+        """Generated tokens of every finished sequence of the workload."""
+        return [self._texts[number] for number in sorted(self._texts)]
+
+    def _use(self, step: StepOutput) -> None:
+        output = self._assembler.piece(step).output
+        self._texts[step.sequence] = None if output is None else tuple(output.token_ids)
+
+
+def take_turns(
+    systems: Mapping[str, System], work: Workload, steps: int, order: random.Random, prefill: bool = True
+) -> dict[str, Totals]:
+    """Runs a workload in every system, ``steps`` steps at a time, in random order.
+
+    prefill: Whether steps until every prompt has its first tokens count.
+
+    Raises:
+        RuntimeError: Two systems generated different greedy texts.
+    """
+    totals = dict.fromkeys(systems, Totals())
+    for system in systems.values():
+        system.add(work)
+        if not prefill:
+            system.prefill(len(work.prompts))
+    while busy := [name for name, system in systems.items() if system.engine.busy]:
+        for name in order.sample(busy, len(busy)):
+            totals[name] += systems[name].advance(steps)
+    texts = [system.texts for system in systems.values() if system.llm.target.batch_invariant]
+    if work.params.temperature == 0.0 and any(other != texts[0] for other in texts):
+        raise RuntimeError(f"two systems generated different texts of {work.cell!r}: one of them is not exact")
+    return totals
+
+
+def engine_on(target: Model, llm: LLM, **options: Any) -> Engine:
+    """Returns an engine over ``target`` with the proposer and the controller of an ``LLM``."""
+    shared = llm.engine
+    return Engine(target, shared.proposer, shared.controller, rule=shared.rule, **options)
 
 
 _PRODUCTS = 64  # of one vpdpbusd

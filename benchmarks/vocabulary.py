@@ -9,7 +9,6 @@ else the machine does meets all alike. A ratio is the median over the rounds of 
 round. With --history each prompt has that many tokens. With --busy that many other processes compute meanwhile.
 """
 
-import time
 from itertools import combinations
 from statistics import median
 from typing import Annotated, Any
@@ -20,9 +19,8 @@ import typer
 from foretoken import LLM, SamplingParams
 from foretoken.bench.measure import Stopwatch
 from foretoken.bench.output import busy_programs, cores, listing, report
-from foretoken.engine.loop import Engine
-from foretoken.engine.requests import Assembler
 from options import MODEL_HELP, Output, model_path
+from systems import System, Workload, engine_on
 
 PLAIN = "greedy"
 CASES: dict[str, dict[str, Any]] = {
@@ -50,30 +48,24 @@ PAIRED = [
 SENTENCE = "The harbour was quiet that morning, and the men who had been out on the boats sat on the wall. "
 
 
-class Case:
+class Case(System):
     """One sequence in an engine of its own.
 
-    Args:
-        llm: The model.
-        prompt: The prompt's tokens.
-        options: Sampling parameters that differ from plain greedy decoding.
-        steps: Number of steps.
+    Attributes:
+        totals: Milliseconds of each step.
+        outside: Of these, those outside the target's pass.
     """
 
     def __init__(self, llm: LLM, prompt: list[int], options: dict[str, Any], steps: int) -> None:
-        shared, plain = llm.engine, {"temperature": 0.0, "ignore_eos": True, "speculative_tokens": 0}
-        self._engine = Engine(llm.target, shared.proposer, shared.controller, rule=shared.rule)
-        self._assembler = Assembler(self._engine, llm.tokenizer)
-        self._assembler.add(*llm.requests.build(prompt, SamplingParams(**plain | options, max_tokens=steps)))
+        super().__init__(llm, engine_on(llm.target, llm))
+        plain = {"temperature": 0.0, "ignore_eos": True, "speculative_tokens": 0}
+        self.add(Workload("", [prompt], SamplingParams(**plain | options, max_tokens=steps)))
         self.totals: list[float] = []
         self.outside: list[float] = []
 
     def step(self, passes: Stopwatch) -> None:
-        """Runs a step and records its milliseconds, and those outside the target's pass."""
-        before, started = passes.seconds, time.perf_counter()
-        for output in self._engine.step():
-            self._assembler.piece(output)
-        total = time.perf_counter() - started
+        """Runs a step and records its times."""
+        before, total = passes.seconds, self.advance(1).seconds
         self.totals.append(total * 1e3)
         self.outside.append((total - passes.seconds + before) * 1e3)
 

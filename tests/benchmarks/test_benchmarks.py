@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -20,7 +21,7 @@ from tests.plan.endpoint.simulated import StreamingBehaviour
 from tests.plan.endpoint.simulated import streaming as simulated_server
 from typer.testing import CliRunner
 
-from foretoken import zoo
+from foretoken import LLM, SamplingParams, zoo
 from foretoken.audit.endpoint.engines import EnginePair
 from foretoken.bench.http_load import LoadResult, Percentiles
 from foretoken.bench.peers.registry import PEERS
@@ -35,7 +36,7 @@ COMMANDS = {
     "all_apis": "--minutes 0.05 --rate 12",
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
     "defaults": "--target TARGET --draft DRAFT --count 2 --batch 2 --tokens 8 --temperature 1 "
-    "--prompts prompts.jsonl --by-category --parts "
+    "--prompts prompts.jsonl --by-category "
     """--config '{"method": "draft_model", "num_speculative_tokens": 2}'""",
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer --turns 1",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
@@ -47,7 +48,6 @@ COMMANDS = {
     "loading": "--model TARGET --repeats 1 --touch --tokens 4",
     "schemes": "--small --scheme int8 --scheme bf16 --scheme packed --rows 1 --rows 3 --context 20 --turns 2 --loads 1",
     "verification": "--rows 3 --vocabulary 512 --repeats 4",
-    "streams": f"--target DRAFT {' '.join(f'--config {each}' for each in COPYING)} --count 1 --tokens 8 --repeats 1",
     "never_slower": "--small --proposer wrong --text code --temperature 0 --batch 1 --tokens 8 --requests 1 "
     "--repeats 1",
     "planner": f"--small {' '.join(f'--config {each}' for each in COPYING)} --count 2 --unseen 1 --max-tokens 8 "
@@ -70,7 +70,7 @@ ELSEWHERE = {
     "real_models": "imported by options and tests/real.py",
     "predictions": "imported by planner, plan_endpoint and vllm_plan",
     "servers": "imported by serving, attacks, plan_endpoint, endpoint_audits and others",
-    "systems": "imported by streams, never_slower, planner and others",
+    "systems": "imported by defaults, never_slower, planner and others",
     "record_streams": "needs a real model; tests/control/test_streams.py replays what it wrote",
 }
 
@@ -134,12 +134,26 @@ def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
-    [f"--policy --depth 2 --hot 1.5 --crowd 2 {NGRAM}", f"--part editing --decode-only --dtype float32 {NGRAM}"],
+    "words, cells",
+    [
+        (f"--depth 2 --temperature 0 --temperature 1.5 {NGRAM}", ("0", "1.5", "editing", "repetition", "all")),
+        (f"--part editing --prefill {NGRAM}", ("editing",)),
+    ],
 )
-def test_the_policy_and_single_parts_of_a_stream_are_measured(words):
-    short = f"--target {zoo.path('draft')} --count 1 --tokens 8 --repeats 1"
-    assert "| plain" in call("streams", shlex.split(f"{words} {short}"))
+def test_parts_of_a_mixed_stream_are_measured(words, cells):
+    parts = "--part editing --part repetition --part completion" if "--part" not in words else ""
+    short = f"{parts} --target {zoo.path('draft')} --draft none --count 1 --tokens 8"
+    printed = call("defaults", shlex.split(f"{words} {short}"))
+    assert all(re.search(rf"\| +{cell} +\| plain", printed) for cell in cells)
+
+
+@pytest.mark.slow
+def test_systems_whose_greedy_texts_differ_are_refused():
+    systems, workloads = importlib.import_module("systems"), importlib.import_module("foretoken.bench.workloads")
+    models = {role: LLM(zoo.path(role), speculative_config={"method": "none"}) for role in ("target", "draft")}
+    work = systems.Workload("0", workloads.FUNCTIONS[:1], SamplingParams(max_tokens=20, temperature=0))
+    with pytest.raises(RuntimeError, match="different texts of '0'"):
+        systems.take_turns({role: systems.System(llm) for role, llm in models.items()}, work, 4, random.Random(0))
 
 
 @pytest.mark.slow
