@@ -104,6 +104,7 @@ NESTED = "root ::= " + "(" * 200 + '"a"' + '{0,40} "b")?' * 200
 WIDE = {"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(3000)]}
 CHAT = "/v1/chat/completions"
 
+LONG_PROMPT = "long prompt"  # of 4,000 tokens, which are computed
 OK, BAD = frozenset({"200"}), frozenset({"400"})
 ATTACKS: dict[str, Attack] = {
     "big prompt": Attack(lambda: post(prompt=words(SIZE)), BAD),
@@ -122,6 +123,7 @@ ATTACKS: dict[str, Attack] = {
     "foreign host": Attack(lambda: post(host="evil.example", prompt="x"), frozenset({"403"})),
     "deep JSON": Attack(lambda: raw(b'{"prompt": "x", "guided_json": ' + b'{"a":' * 700_000), BAD),
     "wide JSON": Attack(lambda: raw(b'{"prompt": "x", "guided_json": [' + b"[]," * 1_200_000 + b"1]}"), BAD),
+    LONG_PROMPT: Attack(lambda: post(prompt=[random.randrange(100, 3100) for _ in range(4000)], max_tokens=1), OK),
     "a million wrong items": Attack(lambda: post(prompt=[1, "a"] * 500_000), BAD),
 }
 

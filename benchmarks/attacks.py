@@ -2,6 +2,7 @@
 
     python benchmarks/attacks.py --output attacks.json
     python benchmarks/attacks.py --attack "big prompt" --attack "unfinished bodies"
+    python benchmarks/attacks.py --attack "long prompt" --wide      # usual work: what do other clients notice of it?
 
 Starts `foretoken serve` on the bundled pair with a few endless streams. Each attack of ``attackers.py`` is sent a few
 times. Meanwhile `/health` is polled and the time between a stream's chunks is measured; both are compared with a quiet
@@ -27,10 +28,11 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from attackers import ATTACKS
+from attackers import ATTACKS, LONG_PROMPT
+from foretoken import zoo
 from foretoken.bench.output import figures, report, resident_bytes
 from foretoken.bench.workloads import FUNCTIONS
-from options import Output
+from options import Output, target_path
 from servers import Answer, ask, serving, talking
 
 HEALTH_SECONDS, SLOWER, GROWTH = 0.25, 2.0, 0.05
@@ -241,22 +243,26 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def main(
-    attack: Annotated[list[str] | None, typer.Option(help="Of attackers.py; may be repeated. [all]")] = None,
+    attack: Annotated[
+        list[str] | None, typer.Option(help=f"Of attackers.py; may be repeated. [all but {LONG_PROMPT!r}]")
+    ] = None,
     streams: Annotated[int, typer.Option(min=1, help="Running streams.")] = 4,
     times: Annotated[int, typer.Option(min=1, help="How often each attack is sent.")] = 3,
     quiet: Annotated[float, typer.Option(min=0.1, help="Seconds before each attack, to compare with.")] = 5.0,
     settle: Annotated[float, typer.Option(min=0, help="Seconds that memory has to come back.")] = 30.0,
     fill: Annotated[float, typer.Option(min=0, help="Seconds in which streams fill the caches first.")] = 30.0,
+    wide: Annotated[bool, typer.Option("--wide", help="The bundled target widened to 0.7 B.")] = False,
     output: Output = None,
 ) -> None:
     """Prints latency, memory and answers under each attack; the exit code is 1 if any violates its limit."""
-    names = attack or list(ATTACKS)
+    names = attack or [name for name in ATTACKS if name != LONG_PROMPT]
     unknown = sorted(set(names) - ATTACKS.keys())
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(ATTACKS)}")
     options: dict[str, Any] = {"streams": streams, "times": times, "quiet": quiet}
     options |= {"settle": settle, "fill": fill}
-    with serving(*SERVER) as (url, process):
+    models = ("--model", str(target_path(None)), "--draft-model", str(zoo.path("draft"))) if wide else ()
+    with serving(*models, *(SERVER[:2] if wide else SERVER)) as (url, process):
         outcomes = asyncio.run(measure(url, process, names, **options))
     limits = (
         f"usual > under attack; limits: /health {1e3 * HEALTH_SECONDS:.0f} ms, p99 {SLOWER:g} times the usual, memory "

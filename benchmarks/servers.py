@@ -1,6 +1,5 @@
 """Servers of ours and of other engines, with a draft model or without, and a client that can watch and disconnect."""
 
-import asyncio
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 
 from foretoken.bench.http_load import server_process
-from foretoken.bench.output import cores, resident_bytes
+from foretoken.bench.output import cores
 from foretoken.bench.peers.export import gguf
 from foretoken.bench.peers.registry import PEERS
 from foretoken.core.http import listed_models
@@ -136,12 +135,3 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 def talking(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=600.0, limits=httpx.Limits(max_connections=None))
-
-
-async def memory_over_time(process: int, end: float, pause: float) -> list[tuple[float, int]]:
-    """Returns seconds and resident bytes of a process, every ``pause`` seconds until ``end`` of ``perf_counter``."""
-    started, sizes = time.perf_counter(), list[tuple[float, int]]()
-    while time.perf_counter() < end:
-        sizes.append((time.perf_counter() - started, resident_bytes(process)))
-        await asyncio.sleep(pause)
-    return sizes

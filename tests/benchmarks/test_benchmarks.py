@@ -33,7 +33,7 @@ NGRAM = """--config '{"method": "ngram", "num_speculative_tokens": 4}'"""
 COPYING = ('\'{"method": "suffix"}\'', '\'{"method": "ngram"}\'')  # cost nothing to load
 COMMANDS = {
     "acceptance": '--config \'{"method": "ngram"}\' --count 1 --tokens 8 --nodes 4 --temperature 0 --batch 1',
-    "all_apis": "--minutes 0.05 --rate 12",
+    "traffic": "--minutes 0.05 --rate 12",
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
     "defaults": "--target TARGET --draft DRAFT --count 2 --batch 2 --tokens 8 --temperature 1 "
     "--prompts prompts.jsonl --by-category "
@@ -69,7 +69,7 @@ ELSEWHERE = {
     "options": "imported by the others",
     "real_models": "imported by options and tests/real.py",
     "predictions": "imported by planner, plan_endpoint and vllm_plan",
-    "servers": "imported by serving, attacks, plan_endpoint, endpoint_audits and others",
+    "servers": "imported by traffic, attacks, plan_endpoint, audits and others",
     "systems": "imported by defaults, never_slower, planner and others",
     "record_streams": "needs a real model; tests/control/test_streams.py replays what it wrote",
 }
@@ -225,11 +225,14 @@ def test_a_server_is_compared_with_itself_without_speculation():
 
 @pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
-def test_texts_under_load_are_those_of_requests_alone():
-    serving = importlib.import_module("serving")
-    result = CliRunner().invoke(serving.app, ["load", "--requests", "4", "--concurrency", "2"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert "byte for byte as alone, 0 lost" in " ".join(result.output.split())
+def test_texts_in_mixed_traffic_are_those_of_requests_alone():
+    printed = call("traffic", shlex.split("--kind mixed --requests 4 --concurrency 2 --minutes 5"))
+    assert "4 requests: {'mixed': 4}" in printed and "4 of 4 texts byte for byte as alone" in printed
+
+
+def test_failovers_are_read_from_the_metrics():
+    page = '# HELP\nforetoken:failovers_total{outcome="retried"} 2.0\nforetoken:failovers_total{outcome="broken"} 0.0\n'
+    assert importlib.import_module("traffic").failovers(page) == {"retried": 2, "broken": 0}
 
 
 @pytest.mark.slow

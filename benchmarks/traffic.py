@@ -1,21 +1,25 @@
-"""Mixed traffic over all APIs of a server, with faults: whether any answer is lost, and whether memory stays flat.
+"""Mixed traffic over all APIs of a server, with faults: lost answers, changed texts, and memory.
 
-    python benchmarks/all_apis.py --minutes 30
-    python benchmarks/all_apis.py --minutes 30 --kind mixed --kind leaving     # completions of all kinds
-    python benchmarks/all_apis.py --url http://127.0.0.1:8000 --process PID --minutes 5 --rate 4
+    python benchmarks/traffic.py --minutes 30
+    python benchmarks/traffic.py --minutes 30 --kind mixed --kind leaving     # completions of all kinds
+    python benchmarks/traffic.py --kind mixed --requests 200 --replicas 4 --kills 3
+    python benchmarks/traffic.py --url http://127.0.0.1:8000 --process PID --minutes 5 --rate 4
 
 Completions, chat completions, responses (stored ones are continued and deleted), messages, tokens and models, streamed
 and whole, with tools and schemas. Among them: clients that disconnect; bodies that are not JSON, have
 bad values, are too large or end early; prompts that are too long. An answer is lost if it does not come, has another
-status than the request deserves, or is a stream without its end.
+status than the request deserves, or is a stream without its end. Texts of "mixed" completions, which have seeds and
+any parameters, must equal, byte for byte, those of the same requests alone and without speculation, in float32. With
+replicas on a private Ray cluster, replicas are killed, and the front's failovers are counted.
 """
 
 import asyncio
 import json
 import random
+import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -23,20 +27,35 @@ from urllib.parse import urlsplit
 import httpx
 import typer
 
-from foretoken.bench.output import report
+from foretoken import LLM, SamplingParams
+from foretoken.bench.output import report, resident_bytes
 from foretoken.bench.workloads import FUNCTIONS
 from options import Output
-from servers import memory_over_time, serving, talking
-from serving import mixed
+from servers import ask, serving, talking
 
 MAX_BODY = 2**18
-OPTIONS = ("--kv-cache-memory-bytes", "256MiB", "--max-body", str(MAX_BODY), "--response-store", "200")
+OPTIONS = (
+    "--dtype",
+    "float32",
+    "--kv-cache-memory-bytes",
+    "256MiB",
+    "--max-body",
+    str(MAX_BODY),
+    "--response-store",
+    "200",
+)
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}, "on": {"type": "boolean"}},
     "required": ["size", "on"],
     "additionalProperties": False,
 }
+SYSTEM = (
+    "import os\nimport sys\nfrom collections import Counter, defaultdict\n\n\n" + "def helper(values):\n    pass\n" * 20
+)
+UNICODE = "names = {'日本語': 'ü', '🙂': 'μ"
+REPETITION = ("north east south west " * 24, "x = 0\n" * 40)
+
 ENDS = {  # what the last event of a stream must hold
     "/v1/completions": ("[DONE]",),
     "/v1/chat/completions": ("[DONE]",),
@@ -55,12 +74,14 @@ class Traffic:
     Attributes:
         counts: Answers by kind.
         lost: What was wrong with each answer that was lost.
+        texts: Bodies and texts of completions with any parameters.
     """
 
     def __init__(self, client: httpx.AsyncClient, seed: int, kinds: Sequence[str] = ()) -> None:
         self.client, self.rng = client, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.lost: list[str] = []
+        self.texts: list[tuple[dict[str, Any], str]] = []
         self._stored: list[str] = []
         self._good, self._faults = ([name for name in names if name in (kinds or names)] for names in (GOOD, FAULTS))
 
@@ -109,8 +130,11 @@ class Traffic:
         await self.post("/v1/completions", self.body("/v1/completions"))
 
     async def mixed(self) -> None:
-        """A completion with any parameters, as ``serving.py load`` sends it."""
-        await self.post("/v1/completions", mixed(self.rng, self.counts["mixed"]))
+        """A completion with any parameters."""
+        body = any_completion(self.rng, self.counts["mixed"])
+        answer = await ask(self.client, body)
+        assert not answer.error, answer.error
+        self.texts.append((body, str(answer.text)))
 
     async def chat(self) -> None:
         await self.post("/v1/chat/completions", self.body("/v1/chat/completions"))
@@ -205,29 +229,114 @@ def check(text: str) -> None:
     assert set(json.loads(text)) == {"size", "on"}, text
 
 
-async def run(traffic: Traffic, process: int, minutes: float, concurrency: int, rate: float) -> list[tuple[float, int]]:
-    """Sends requests, ``rate`` in a second at most. Returns seconds and bytes of the server's memory over time."""
-    started = time.perf_counter()
-    end = started + 60.0 * minutes
+def any_completion(rng: random.Random, number: int) -> dict[str, Any]:
+    """Returns a request of any kind, with a seed, so that its text does not depend on the server's load."""
+    body: dict[str, Any] = {
+        "prompt": rng.choice((*FUNCTIONS, *REPETITION, SYSTEM + FUNCTIONS[0], SYSTEM + "class Visitor:\n", UNICODE)),
+        "max_tokens": rng.randint(1, 120),
+        "temperature": rng.choice((0.0, 0.5, 0.8, 1.0, 1.2)),
+        "seed": number,
+    }
+    extras: tuple[dict[str, Any], ...] = (
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"min_p": 0.05},
+        {"presence_penalty": 0.6},
+        {"frequency_penalty": 0.4},
+        {"repetition_penalty": 1.1},
+        {"stop": ["\n\n", "def "]},
+        {"ignore_eos": True},
+        {"min_tokens": 1},
+        {"logit_bias": {"199": -2.0}},
+        {"speculative_tokens": 0},
+        {"speculative_tokens": 7},
+        {"bad_words": ["self"]},
+        {"speculative_method": "ngram"},
+        {"speculative_method": "suffix"},
+        {"structured_outputs": {"regex": r"[a-z]{3,12}( [0-9]{1,4}){0,6}"}},
+        {
+            "structured_outputs": {
+                "json": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "maxLength": 12},
+                        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+                    },
+                    "required": ["name", "size"],
+                }
+            }
+        },
+    )
+    for extra in rng.sample(extras, rng.randint(0, 3)):
+        if not ("ignore_eos" in {*body, *extra} and "structured_outputs" in {*body, *extra}):
+            body |= extra
+    return body
 
-    async def due() -> AsyncIterator[float]:
-        number = 0
-        while (now := time.perf_counter()) < end:
-            await asyncio.sleep(max(0.0, started + number / rate - now))
-            number += 1
-            yield now
 
-    async def work(places: AsyncIterator[float], turn: asyncio.Lock) -> None:
+async def run(
+    traffic: Traffic, process: int, limits: tuple[float, int | None], concurrency: int, rate: float
+) -> list[tuple[float, int]]:
+    """Sends requests, ``rate`` in a second at most. Returns seconds and bytes of the server's memory over time.
+
+    limits: Minutes, and requests.
+    """
+    started, sent, memory = time.perf_counter(), 0, list[tuple[float, int]]()
+
+    async def watch() -> None:
+        while True:
+            memory.append((time.perf_counter() - started, resident_bytes(process)))
+            await asyncio.sleep(min(5.0, 10.0 * limits[0]))
+
+    async def work(turn: asyncio.Lock) -> None:
+        nonlocal sent
         while True:
             async with turn:
-                if await anext(places, None) is None:
+                passed = time.perf_counter() - started
+                if passed > 60.0 * limits[0] or sent == limits[1]:
                     return
+                await asyncio.sleep(max(0.0, sent / rate - passed))
+                sent += 1
             await traffic.one()
 
-    places, turn = due(), asyncio.Lock()
-    watch = asyncio.create_task(memory_over_time(process, end, min(5.0, 10.0 * minutes)))
-    await asyncio.gather(*(work(places, turn) for _ in range(concurrency)))
-    return await watch
+    turn, watching = asyncio.Lock(), asyncio.create_task(watch())
+    await asyncio.gather(*(work(turn) for _ in range(concurrency)))
+    watching.cancel()
+    return memory
+
+
+async def kill_replicas(server: int, count: int, pause: float, killed: list[int]) -> None:
+    """Kills ``count`` replicas of a server one at a time, ``pause`` seconds before each, and notes their processes.
+
+    The last one that runs is spared: requests would wait for the next, which takes a while to start.
+    """
+    import psutil  # type: ignore[import-untyped]
+
+    while len(killed) < count:
+        await asyncio.sleep(pause)
+        processes = psutil.Process(server).children(recursive=True)
+        running = [each for each in processes if "ServeReplica" in "".join(each.cmdline()[:1])]
+        if len(running) > 1:
+            chosen = random.Random(len(killed)).choice(running)
+            chosen.kill()
+            killed.append(chosen.pid)
+
+
+def failovers(page: str) -> dict[str, int]:
+    """Returns the front's failovers by outcome, from its page of metrics."""
+    counts = re.findall(r'foretoken:failovers_total{outcome="(\w+)"} (\S+)', page)
+    return {outcome: int(float(count)) for outcome, count in counts}
+
+
+def differing(texts: Sequence[tuple[dict[str, Any], str]]) -> list[dict[str, Any]]:
+    """Returns the requests whose text is not, byte for byte, that of the request alone, without speculation."""
+    alone = LLM(dtype="float32", speculative_config={"method": "none"})
+    different = []
+    for body, text in texts:
+        params = {key: value for key, value in body.items() if key not in ("prompt", "speculative_method")}
+        expected = alone.generate(body["prompt"], SamplingParams(**params))[0].outputs[0].text
+        if expected != text:
+            different.append({"body": body, "expected": expected, "got": text})
+    return different
 
 
 async def drained(client: httpx.AsyncClient) -> str:
@@ -242,35 +351,60 @@ async def drained(client: httpx.AsyncClient) -> str:
 
 
 def main(
-    minutes: Annotated[float, typer.Option(help="How long.")] = 30.0,
+    minutes: Annotated[float, typer.Option(help="How long, at most.")] = 30.0,
+    requests: Annotated[int | None, typer.Option(help="How many, at most.")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 16,
     rate: Annotated[float, typer.Option(help="Requests per second, at most.")] = 1000.0,
     kind: Annotated[list[str], typer.Option(help=f"Only these of {', '.join(dict.fromkeys((*GOOD, *FAULTS)))}.")] = [],
+    config: Annotated[str | None, typer.Option(help="Another speculative configuration, as JSON.")] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas on a private Ray cluster; 0 is one engine.")] = 0,
+    cpus: Annotated[float | None, typer.Option(help="Cores of each. [a fair share]")] = None,
+    kills: Annotated[int, typer.Option(help="Replicas to kill (SIGKILL), one at a time.")] = 0,
+    pause: Annotated[float, typer.Option(help="Seconds before each.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
     url: Annotated[str | None, typer.Option(help=f"A server that runs, with {' '.join(OPTIONS)}.")] = None,
     process: Annotated[int, typer.Option(help="Its process.")] = 0,
     output: Output = None,
 ) -> None:
-    """Prints answers by kind, lost ones, and memory at the beginning, in the middle and at the end."""
+    """Prints answers by kind, lost and different ones, and memory at the beginning, in the middle and at the end."""
 
-    async def measured(address: str, of: int) -> tuple[Traffic, list[tuple[float, int]], str]:
+    async def measured(address: str, of: int) -> tuple[Traffic, list[tuple[float, int]], str, str]:
         async with talking(address) as client:
             traffic = Traffic(client, seed, kind)
-            memory = await run(traffic, of, minutes, concurrency, rate)
-            return traffic, memory, await drained(client)
+            killer = asyncio.create_task(kill_replicas(of, kills, pause, killed)) if kills else None
+            memory = await run(traffic, of, (minutes, requests), concurrency, rate)
+            if killer is not None:
+                killer.cancel()
+                with suppress(asyncio.CancelledError):
+                    await killer
+            page = (await client.get("/metrics")).text if replicas else ""
+            return traffic, memory, "" if replicas else await drained(client), page
 
-    with nullcontext((url, process)) if url else serving(*OPTIONS) as (address, of):
-        traffic, memory, left = asyncio.run(measured(address, of))
-    sizes = [memory[place][1] / 2**20 for place in (0, len(memory) // 3, len(memory) // 2, -1)]
+    killed: list[int] = []
+    options: tuple[str, ...] = OPTIONS if config is None else (*OPTIONS, "--speculative-config", config)
+    options += ("--replicas", str(replicas)) if replicas else ()
+    options += ("--replica-cpus", str(cpus)) if cpus is not None else ()
+    with nullcontext((url, process)) if url else serving(*options) as (address, of):
+        traffic, memory, left, page = asyncio.run(measured(address, of))
+    sizes = [memory[at][1] / 2**20 for at in (0, len(memory) // 3, len(memory) // 2, -1)]
+    different = differing(traffic.texts)
     said = [
         f"{sum(traffic.counts.values())} requests: {dict(sorted(traffic.counts.items()))}",
         " ".join([f"lost: {len(traffic.lost)}", *traffic.lost[:5], left]),
+        f"{len(traffic.texts) - len(different)} of {len(traffic.texts)} texts byte for byte as alone",
         "memory: {:.0f} MiB at the beginning, {:.0f} after a third, {:.0f} after half, {:.0f} at the end".format(
             *sizes
         ),
+        *([f"{replicas} replicas, {len(killed)} killed, failovers: {failovers(page)}"] if replicas else ()),
     ]
-    report(said, {}, output, counts=traffic.counts, lost=traffic.lost, memory=memory, left=left)
-    raise typer.Exit(bool(traffic.lost or left))
+    record: dict[str, Any] = {
+        "counts": traffic.counts,
+        "lost": traffic.lost,
+        "different": different,
+        "failovers": failovers(page),
+    }
+    report(said, {}, output, **record, memory=memory, left=left)
+    raise typer.Exit(bool(traffic.lost or different or left))
 
 
 if __name__ == "__main__":
