@@ -21,6 +21,7 @@ from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 
@@ -205,7 +206,7 @@ def test_drawn_texts_follow_the_targets_law(toys: tuple[Model, Model], tree: str
 @pytest.mark.slow
 def test_a_plan_says_what_a_run_shows(folders: Folders) -> None:
     from foretoken.engine.prompts import PromptTokenizer
-    from foretoken.models.formats.checkpoint import load_tokenizer, start_ids
+    from foretoken.models.formats.checkpoint import start_ids
     from foretoken.plan.candidates import Candidate
     from foretoken.plan.planner import Planner, PlanSettings
     from foretoken.speculation import Builder
@@ -272,7 +273,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "source": {"method": "prediction"},
     "first layers": {"method": "early_exit"},
 }
-TASKS = [list(task.source) for task in repairs(zoo.path("seq2seq-target"), 4)]
+TASKS = [source for source, _ in repairs(load_tokenizer(zoo.path("seq2seq-target")), 4)]
 
 
 def bundled_texts(llm: LLM, prompts: list[list[int]], temperature: float, tokens: int = 24) -> list[tuple[int, ...]]:

@@ -38,13 +38,11 @@ COMMANDS = {
     "defaults": "--target TARGET --draft DRAFT --count 2 --batch 2 --tokens 8 --temperature 1 "
     "--prompts prompts.jsonl --by-category "
     """--config '{"method": "draft_model", "num_speculative_tokens": 2}'""",
-    "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer --turns 1",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
     "gpu": "--small --tokens 8 --batch 2 --repeats 1",
     "footprint": "--case 3",
     "long_context": "--target TARGET --part prefill --part attention --part loss --cache int8 --context 80 --rows 1 "
     "--turns 1 --prompt 100 --windows 1",
-    "long_prompts": "--target TARGET --tokens 80 --repeats 1 --peers none",
     "loading": "--model TARGET --repeats 1 --touch --tokens 4",
     "schemes": "--small --scheme int8 --scheme bf16 --scheme packed --rows 1 --rows 3 --context 20 --turns 2 --loads 1",
     "verification": "--rows 3 --vocabulary 512 --repeats 4",
@@ -109,7 +107,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder, monkeypatch):
     for constant, smaller in SMALLER.get(name, {}).items():
         monkeypatch.setattr(f"{name}.{constant}", smaller)
-    roles = {"TARGET": "target", "DRAFT": "draft", "SEQ2SEQ": "seq2seq-target"}
+    roles = {"TARGET": "target", "DRAFT": "draft"}
     models = {word: str(zoo.path(role)) for word, role in roles.items()}
     words = [models.get(word, word) for word in shlex.split(COMMANDS[name])]
     assert call(name, [*words, "--output", "result.json"])

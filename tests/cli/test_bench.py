@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from foretoken import zoo
 from foretoken.bench.http_load import LoadedServer, LoadResult, Percentiles, VllmLoadedServer, filler, own
 from foretoken.bench.page import load_page, load_table, speedup_lines
 from foretoken.bench.peers import registry
@@ -96,6 +97,35 @@ def test_a_race_without_a_draft_model(run, tiny_pair, nowhere, tmp_path):
     drafted = ("--speculative-config", '{"method": "draft_model"}')
     result = run("bench", "race", "--target", str(file), *short_race, *ngram, *drafted)
     assert result.code == 1 and "name its draft too, or a method without a draft model" in result.err
+
+
+@pytest.mark.usefixtures("preloaded_python")
+@pytest.mark.slow
+def test_a_race_over_one_long_prompt(run, tiny_pair, nowhere):
+    """More tokens than the target's positions, in plain decoding alone."""
+    short_race = ["--max-tokens", "4", "--repeats", "1", "--peers", "none", "--json"]
+    config = ("--speculative-config", '{"method": "none"}')
+    result = run("bench", "race", "--target", str(tiny_pair.target), "--prompts", "5000", *short_race, *config)
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
+    assert [(row["method"], row["texts"]) for row in record["rows"]] == [("plain", 1)]
+    assert record["setting"]["prompts"] == "1 of prompts of 5000 tokens" and record["rows"][0]["resident_bytes"] > 0
+
+
+@pytest.mark.usefixtures("preloaded_python")
+@pytest.mark.slow
+def test_an_encoder_decoder_races_on_repairs(run, nowhere):
+    """Every prompt generates as many tokens as its fixed code has."""
+    models = ["--target", str(zoo.path("seq2seq-target")), "--draft", str(zoo.path("seq2seq-draft"))]
+    short_race = ["--prompts", "repairs", "--count", "1", "--depth", "4", "--repeats", "1", "--peers", "none", "--json"]
+    configs = [{"method": "draft_model"}, {"method": "prediction"}]
+    configs += [{"method": "mixture", "members": [{"method": "draft_model", "model": models[-1]}, configs[1]]}]
+    words = [word for config in configs for word in ("--speculative-config", json.dumps(config))]
+    result = run("bench", "race", *models, *short_race, *words)
+    assert result.code == 0, result.err
+    rows = json.loads(result.out)["rows"]
+    assert [row["method"] for row in rows] == ["plain", "draft_model", "prediction", "mixture"]
+    assert all(row["identical_to_plain"] for row in rows) and rows[1]["tokens_per_pass"] > 1.5
 
 
 def prompts(folder: Path) -> Path:

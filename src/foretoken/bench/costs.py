@@ -233,7 +233,7 @@ def _transformers_step(loaded: Loaded, context: int) -> TimedTask:
 
     if loaded.model.takes_source:
         raise InvalidRequest(
-            f"{loaded.path.name} is an encoder-decoder; its step is compared by benchmarks/encoder_decoder.py"
+            f"{loaded.path.name} is an encoder-decoder; its speed is compared by bench race --prompts repairs"
         )
 
     from foretoken.quantize.run import checkpoint_folder

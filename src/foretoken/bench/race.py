@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from foretoken import zoo
 from foretoken.bench.output import cores, memory
 from foretoken.bench.peers import export
 from foretoken.bench.peers.protocol import OWN_CHOICE, Answer, PeerRequest, Setup
@@ -19,7 +20,9 @@ from foretoken.bench.peers.registry import GGUF_TYPES, OURS, Peer
 from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.control.config import GoodputConfig, parse
 from foretoken.core.errors import ForetokenError
+from foretoken.models.formats.checkpoint import load_config
 from foretoken.models.formats.gguf import is_gguf
+from foretoken.propose.methods import NONE
 from foretoken.speculation import AUTO, SpeculativeConfig
 
 WEIGHT_COPIES, OVERHEAD = 2.5, 2 * 2**30  # while loading, a system may hold its weights twice; and its libraries
@@ -76,6 +79,7 @@ def needed(setup: Setup) -> int:
 
 
 WARM_UP = 8  # tokens
+LONG = 1000  # tokens of a prompt beyond which a warm-up takes a part of it
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,6 @@ class RaceTask:
     groups: list[list[list[int]]]  # prompts that run in one batch, each as token ids
     max_tokens: int | list[int]  # tokens of each prompt, one number for all groups or one for each
     temperature: float
-    # prompts that are completed before each turn, untimed; None takes the first group
-    warm_up: list[list[int]] | None = None
 
     @property
     def limits(self) -> list[int]:
@@ -198,12 +200,12 @@ def _rows(
 
 
 def run(worker: PeerWorker, entrant: Entrant, task: RaceTask) -> list[Answer]:
-    """Runs one turn: a short warm-up, then every group once."""
+    """Runs one turn: a short warm-up, with an eighth of a long prompt, then every group once."""
 
     def answer(group: list[list[int]], tokens: int) -> Answer:
         return worker.answer(PeerRequest(group, tokens, task.temperature, entrant.depth))
 
-    answer(task.warm_up or task.groups[0], min(WARM_UP, *task.limits))
+    answer([prompt[: max(LONG, len(prompt) // 8)] for prompt in task.groups[0]], min(WARM_UP, *task.limits))
     return [answer(group, limit) for group, limit in zip(task.groups, task.limits, strict=True)]
 
 
@@ -392,6 +394,22 @@ def _converted(peer: Peer, pairing: Pairing) -> Pairing:
     return replace(pairing, target=export.gguf(pairing.target, weights)) if weights in GGUF_TYPES else pairing
 
 
+def stretched(target: Path, positions: int) -> Path:
+    """Returns the target, or a folder with its weights whose configuration allows ``positions`` positions.
+
+    Neither the time nor the memory of a prompt depends on the positions that were trained.
+    """
+    if is_gguf(target) or (config := load_config(target)).get("max_position_embeddings", positions) >= positions:
+        return target
+    where = zoo.cache_folder() / "stretched" / f"{target.name}-{positions}"
+    where.mkdir(parents=True, exist_ok=True)
+    for file in target.iterdir():
+        if file.is_file() and file.name != "config.json" and not (where / file.name).is_symlink():
+            (where / file.name).symlink_to(file.resolve())
+    (where / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}), encoding="utf-8")
+    return where
+
+
 def needs_draft(config: Config) -> bool:
     """Returns whether a configuration drafts with a draft model and names none. Raises InvalidRequest."""
     return _method(config) in _WITH_DRAFT and "model" not in config
@@ -412,6 +430,8 @@ def _label(config: Config) -> str:
 def _depths(config: Config, depths: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the depths to race: the configuration's own if it names one or chooses it."""
     control: Any = config.get("control", "fixed")
+    if config.get("method") == NONE:
+        return ()  # plain decoding races in any case
     if not config or config.get("method") == AUTO or isinstance(parse(control), GoodputConfig):
         return (OWN_CHOICE,)
     depth = config.get("num_speculative_tokens")

@@ -3,7 +3,6 @@
 import json
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +78,10 @@ def load_prompts(path: Path, count: int | None = None) -> list[str]:
     return prompts[:count]
 
 
-@dataclass(frozen=True)
-class Repair:
-    """A task for encoder-decoders, as token ids, from files outside the training data."""
+def repairs(tokenizer: Any, count: int) -> list[tuple[list[int], int]]:
+    """Returns tasks for encoder-decoders, from files outside the training data.
 
-    source: tuple[int, ...]  # broken code to repair
-    length: int  # tokens of the fixed code, end-of-sequence included
-
-
-def repairs(model: Path, count: int) -> list[Repair]:
-    """Returns the first ``count`` tasks, tokenized for ``model``."""
-    from foretoken.models.formats.checkpoint import load_tokenizer
-
-    tokenizer = load_tokenizer(model)
-    lines = REPAIRS.read_text(encoding="utf-8").splitlines()[:count]
-    tasks = [json.loads(line) for line in lines]
-    return [
-        Repair(tuple(tokenizer(task["prompt"])["input_ids"]), len(tokenizer(task["completion"])["input_ids"]))
-        for task in tasks
-    ]
+    Each is broken code as token ids, and the number of tokens of the fixed code, end-of-sequence included.
+    """
+    tasks = [json.loads(line) for line in REPAIRS.read_text(encoding="utf-8").splitlines()[:count]]
+    return [(tokenizer(task["prompt"])["input_ids"], len(tokenizer(task["completion"])["input_ids"])) for task in tasks]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from foretoken import __version__, zoo
-from foretoken.bench.workloads import encoded_prompts, ragged
+from foretoken.bench.workloads import encoded_prompts, ragged, repairs
 from foretoken.cli.costs import costs, tracker
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import (
@@ -63,7 +63,11 @@ class PairOptions(BenchmarkModels):
 class RaceOptions:
     """Prompts and settings of a race."""
 
-    prompts: str | None = option(None, 'JSON lines with a "prompt" each, or the word ragged. [our own functions]')
+    prompts: str | None = option(
+        None,
+        'JSON lines with a "prompt" each; ragged; repairs, for encoder-decoders; or the tokens of one long prompt. '
+        "[our own functions]",
+    )
     count: int | None = option(None, "Prompts to take from the start. [all, 16 ragged]", min=1)
     max_tokens: int = option(96, "Tokens for each prompt.", min=2)
     temperature: list[float] | None = option(None, "Repeatable. [0]")
@@ -71,11 +75,13 @@ class RaceOptions:
     depth: list[int] | None = option(None, "Drafted tokens (repeatable). [2, 4, 6, 8]", min=1)
     repeats: int = option(3, "Turns of every system.", min=1)
 
-    def tasks(self, ids: list[list[int]]) -> list[RaceTask]:
+    def tasks(self, ids: list[list[int]], limits: list[int]) -> list[RaceTask]:
+        """Returns a task for each temperature. limits: Tokens of each prompt; a batch has its shortest."""
         from foretoken.bench.race import RaceTask
 
-        groups = [ids[i : i + self.batch] for i in range(0, len(ids), self.batch)]
-        return [RaceTask(groups, self.max_tokens, value) for value in dict.fromkeys(self.temperature or [0.0])]
+        starts = range(0, len(ids), self.batch)
+        groups, shortest = [ids[i : i + self.batch] for i in starts], [min(limits[i : i + self.batch]) for i in starts]
+        return [RaceTask(groups, shortest, value) for value in dict.fromkeys(self.temperature or [0.0])]
 
 
 @app.command()
@@ -94,19 +100,20 @@ def race(
     from foretoken.bench.output import setting
     from foretoken.bench.page import page, race_tables
     from foretoken.bench.peers.registry import check_quantization, chosen
-    from foretoken.bench.race import Pairing
+    from foretoken.bench.race import Pairing, stretched
 
     configs = pair.configs
     candidates = chosen(peers)
     quantization = check_quantization(quantization) if quantization else None
     target, draft = models_or_bundled(pair.target, pair.draft, configs)
     quantization = _quantization(target, quantization)
-    ids, source = _prompts(target, asked.prompts, asked.count)
-    longest = max(map(len, ids)) + asked.max_tokens + 32
+    ids, limits, source = _prompts(target, asked)
+    longest = max(map(len, ids)) + max(limits) + 32
+    target = stretched(target, longest) if (asked.prompts or "").isdigit() else target
     depths = tuple(dict.fromkeys(asked.depth or (2, 4, 6, 8)))
     pairing = Pairing(target, draft, depths, asked.batch, quantization, longest)
     notes = wide_console(report.color, stderr=True)
-    rows = _race(pairing, configs, candidates, asked.tasks(ids), asked.repeats, notes)
+    rows = _race(pairing, configs, candidates, asked.tasks(ids, limits), asked.repeats, notes)
     facts = setting() | {
         "target": target.name,
         "draft": None if draft is None else draft.name,
@@ -162,16 +169,24 @@ def _quantization(target: Path, name: str | None) -> str:
     return file_type(target)
 
 
-def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[list[int]], str]:
-    """Returns the prompts as token ids, which are the same for every system, and the name of their source."""
+def _prompts(target: Path, asked: RaceOptions) -> tuple[list[list[int]], list[int], str]:
+    """Returns the prompts as token ids, the tokens to generate after each, and the name of their source."""
     from foretoken.models.formats.checkpoint import load_tokenizer
 
-    tokenizer = load_tokenizer(target)
+    name, tokenizer = asked.prompts, load_tokenizer(target)
+    if name == "repairs":
+        sources, limits = map(list, zip(*repairs(tokenizer, asked.count or 8), strict=True))
+        return sources, limits, "repairs"
     if name == "ragged":
         encode = lambda text: list(tokenizer(text, verbose=False)["input_ids"])  # noqa: E731
-        return ragged(encode, count or 16), "ragged prompts of 20 to 1,000 tokens"
-    file = Path(name) if name else None
-    return encoded_prompts(tokenizer, file, count), file.name if file else "our own functions"
+        ids, source = ragged(encode, asked.count or 16), "ragged prompts of 20 to 1,000 tokens"
+    elif name is not None and name.isdigit():
+        ids = [[(7 * i) % min(4000, len(tokenizer) - 5) + 5 for i in range(int(name))]]
+        source = f"prompts of {name} tokens"
+    else:
+        file = Path(name) if name else None
+        ids, source = encoded_prompts(tokenizer, file, asked.count), file.name if file else "our own functions"
+    return ids, [asked.max_tokens] * len(ids), source
 
 
 @dataclass(frozen=True, kw_only=True)
