@@ -75,11 +75,19 @@ ELSEWHERE = {
 
 def call(name: str, arguments: list[str]) -> str:
     """Runs the benchmark in this process and returns what it printed."""
-    app = typer.Typer()
-    app.command()(importlib.import_module(name).main)
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    result = CliRunner().invoke(app_of(name), arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def app_of(name: str) -> typer.Typer:
+    """Returns the benchmark as a command line application."""
+    module = importlib.import_module(name)
+    if not hasattr(module, "main"):
+        return module.app
+    app = typer.Typer()
+    app.command()(module.main)
+    return app
 
 
 @pytest.fixture(autouse=True)
@@ -246,19 +254,29 @@ def test_families_says_which_runtime_serves_a_family():
     assert families.family("mamba", "MambaForCausalLM").runtime == ""
 
 
+@pytest.mark.slow
+def test_a_family_is_timed_on_both_runtimes(monkeypatch, folder):
+    families = importlib.import_module("families")
+    small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
+    monkeypatch.setattr(families, "SIZES", families.SIZES | small | {"intermediate_size": 96})
+    call("families", ["speed", "llama", "--turns", "2", "--output", "speed.json"])
+    (row,) = json.loads((folder / "speed.json").read_text(encoding="utf-8"))["families"]
+    assert row["family"] == "llama" and row["own"] > 0 and row["ratio"] > 0
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_random_experts_load(kind, tmp_path):
     small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 32, "moe_intermediate_size": 32}
-    random_experts = importlib.import_module("random_experts")
+    families = importlib.import_module("families")
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "gpt_oss" else {}
-    assert random_experts.write(kind, tmp_path, num_attention_heads=4, head_dim=16, **small, **layers) > 0
+    assert families.write_experts(kind, tmp_path, num_attention_heads=4, head_dim=16, **small, **layers) > 0
     assert load_model(tmp_path, "float32", "cpu").has_experts
 
 
-def test_family_speed_has_a_size_for_every_family():
-    family_speed = importlib.import_module("family_speed")
-    for family in family_speed.FAMILIES.keys() & family_speed.CONFIG_MAPPING.keys():  # MiMo is Qwen2 to transformers
-        config = family_speed.config_of(family).to_dict() | {"model_type": family}
+def test_speed_has_a_size_for_every_family():
+    families = importlib.import_module("families")
+    for family in families.FAMILIES.keys() & families.CONFIG_MAPPING.keys():  # MiMo is Qwen2 to transformers
+        config = families.config_of(family).to_dict() | {"model_type": family}
         assert Architecture.of(config).hidden == 1024, family
 
 
@@ -270,9 +288,7 @@ def test_mutants_are_listed():
 @pytest.mark.skipif(PEERS["vllm"].python.exists(), reason="vLLM is set up here")
 @pytest.mark.parametrize("name, words", [("vllm_plan", "--count 4"), ("serving_vllm", "--concurrency 1")])
 def test_benchmarks_of_vllm_say_that_it_is_missing(name, words):
-    app = typer.Typer()
-    app.command()(importlib.import_module(name).main)
-    result = CliRunner().invoke(app, words.split())
+    result = CliRunner().invoke(app_of(name), words.split())
     assert result.exit_code != 0
     assert "vllm" in f"{result.output} {result.exception}".lower()
 
@@ -280,7 +296,7 @@ def test_benchmarks_of_vllm_say_that_it_is_missing(name, words):
 @pytest.mark.skipif(PEERS["vllm"].missing is None, reason="vLLM is set up here")
 @pytest.mark.parametrize("command", ["heads", "folders", "proposers"])
 def test_checks_in_vllm_say_that_it_is_missing(command):
-    result = CliRunner().invoke(importlib.import_module("in_vllm").app, [command, "--count", "1"])
+    result = CliRunner().invoke(app_of("in_vllm"), [command, "--count", "1"])
     assert result.exit_code != 0 and "make peers" in f"{result.output} {result.exception}"
 
 
@@ -308,9 +324,7 @@ def test_gguf_logits_compares_with_llamacpp(folder):
 @pytest.mark.slow
 def test_gguf_logits_says_that_llamacpp_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
-    app = typer.Typer()
-    app.command()(importlib.import_module("gguf_logits").main)
-    result = CliRunner().invoke(app, [])
+    result = CliRunner().invoke(app_of("gguf_logits"), [])
     assert result.exit_code == 1 and "llama.cpp is not set up" in str(result.exception)
 
 
