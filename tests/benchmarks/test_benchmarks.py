@@ -34,7 +34,7 @@ COPYING = ('\'{"method": "suffix"}\'', '\'{"method": "ngram"}\'')  # cost nothin
 COMMANDS = {
     "acceptance": '--config \'{"method": "ngram"}\' --count 1 --tokens 8 --nodes 4 --temperature 0 --batch 1',
     "traffic": "--minutes 0.05 --rate 12",
-    "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
+    "audits": f"proposers {NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
     "defaults": "--target TARGET --draft DRAFT --count 2 --batch 2 --tokens 8 --temperature 1 "
     "--prompts prompts.jsonl --by-category "
     """--config '{"method": "draft_model", "num_speculative_tokens": 2}'""",
@@ -175,26 +175,26 @@ def test_the_outputs_of_random_requests_have_a_digest_by_model(folder, monkeypat
 @pytest.mark.slow
 def test_audits_of_a_plain_server_count_outcomes_and_go_on_where_they_ended(folder):
     with fake_server(Behaviour()) as url:
-        words = ["--plain", "--endpoint", url, "--budget", "4000", "--output", "alarms.json"]
-        printed = call("endpoint_audits", [*words, "--audits", "1"])
+        words = ["engines", "--plain", "--endpoint", url, "--budget", "4000", "--output", "alarms.json"]
+        printed = call("audits", [*words, "--audits", "1"])
         assert "0 of 1 audits failed" in printed and "greedy parity" in printed
-        assert "0 of 2 audits failed" in call("endpoint_audits", [*words, "--audits", "2"])
+        assert "0 of 2 audits failed" in call("audits", [*words, "--audits", "2"])
         with pytest.raises(AssertionError, match="another budget"):
-            call("endpoint_audits", [*words, "--budget", "5000"])
+            call("audits", [*words, "--budget", "5000"])
     seeds = [each["subject"]["seed"] for each in json.loads((folder / "alarms.json").read_text())["audits"]]
     assert seeds == [0, 1]
 
 
 @pytest.mark.slow
-def test_endpoint_audits_prints_every_check(folder, monkeypatch):
+def test_audits_of_an_engine_print_every_check(folder, monkeypatch):
     @contextmanager
     def started(name, model, config):
         with fake_server(Behaviour("greedy")) as url:
             plain, speculative = (Fake(through(url, **fields)) for fields in ({"speculative_tokens": 0}, {}))
             yield EnginePair("vllm", "table", plain, speculative)
 
-    monkeypatch.setattr("endpoint_audits.started", started)
-    printed = call("endpoint_audits", ["--engine", "vllm in process", "--budget", "4000", "--output", "audits.json"])
+    monkeypatch.setattr("audits.started", started)
+    printed = call("audits", ["engines", "--engine", "vllm in process", "--budget", "4000", "--output", "audits.json"])
     assert "greedy parity" in printed and "FAILED" in printed
     (audit,) = json.loads((folder / "audits.json").read_text())["audits"]
     assert audit["engine"] == "vllm in process" and audit["outcome"] == "failed"
