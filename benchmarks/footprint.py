@@ -8,8 +8,6 @@ at most 2,048 tokens or of ``max_model_len``, or as many as ``kv_cache_memory_by
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from foretoken.bench.measure import fresh_process
 from foretoken.bench.output import listing, report
 from foretoken.engine.footprint import MemoryOptions, plan_memory
 from foretoken.speculation import SpeculativeConfig, with_method
@@ -73,11 +72,7 @@ _PROGRAM = """
 import gc, json, sys
 from pathlib import Path
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.models.runners.native.cache import wait
-
-def memory(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+from foretoken.bench.output import memory
 
 path, config, options, tokens = sys.argv[1], *map(json.loads, sys.argv[2:])
 params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
@@ -113,10 +108,7 @@ def measure(case: Case) -> Mapping[str, Any]:
     plan = plan_memory(path, with_method(SpeculativeConfig.of(config)), MemoryOptions(**case.options))
     tokens = plan.tokens or plan.kv_bytes // sum(model.kv_per_token for model in plan.models)
     arguments = [str(path), json.dumps(config), json.dumps(dict(case.options)), str(tokens)]
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{case}: {done.stderr}")
-    result = json.loads(done.stdout)
+    _, result = fresh_process(_PROGRAM, arguments)
     limit = ", ".join(f"{key}={value}" for key, value in case.options.items())
     names = {"model": case.model, "drafter": case.config.get("method", "default"), "limit": limit}
     measured = {"predicted": plan.total / MIB, "measured": result["measured"] / MIB}

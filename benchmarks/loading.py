@@ -14,10 +14,7 @@ Memory is that of the process less what it had after its imports: the highest wh
 afterwards, and the highest by the end of the text. "Engine" builds models, tokenizer and warm-up from loaded files.
 """
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.bench.measure import fresh_process
 from foretoken.bench.output import listing, report
 from foretoken.core.files import cache_folder
 from options import MODEL_HELP, Output, model_path
@@ -38,10 +36,10 @@ Start = dict[str, Any]  # seconds and bytes of one start
 _PROGRAM = """
 import ctypes, json, sys, time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 clock = time.perf_counter
 started = clock()
 from foretoken import LLM, SamplingParams
+from foretoken.bench.output import memory
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native import cache
 from foretoken.models.runners.native.build import packing_library
@@ -59,10 +57,6 @@ def touch(size):
     for address in filled:
         library.foretoken_free(address, size // threads)
     return seconds
-
-def memory(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 touched = touch(int(sys.argv[3])) if sys.argv[3] != "0" else 0.0
 began, before = clock(), memory("VmRSS")
@@ -136,11 +130,8 @@ def start(name: str, arguments: list[str], files: list[Path], cold: bool, enviro
     empty()
     read = _read(files)
     empty()
-    command = [sys.executable, "-c", _PROGRAM, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return {"name": f"{'cold' if cold else 'warm'}, {name}", "read": read, **json.loads(done.stdout)}
+    _, result = fresh_process(_PROGRAM, arguments, environment)
+    return {"name": f"{'cold' if cold else 'warm'}, {name}", "read": read, **result}
 
 
 class OwnCache(tempfile.TemporaryDirectory[str]):

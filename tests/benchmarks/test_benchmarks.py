@@ -131,8 +131,7 @@ def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monke
     drop.touch()
     monkeypatch.setattr("loading.DROP", drop)
     monkeypatch.setattr("os.sync", lambda: None)
-    started = SimpleNamespace(returncode=0, stdout=json.dumps(dict.fromkeys(figures, 1)))
-    monkeypatch.setattr("loading.subprocess.run", lambda *_, **__: started)
+    monkeypatch.setattr("loading.fresh_process", lambda *_: (1.0, dict.fromkeys(figures, 1)))
     printed = call("loading", ["--model", str(zoo.path("draft")), "--repeats", "1"])
     assert all(f"{state}, {kind}" in printed for state in ("cold", "warm") for kind in ("packed", "mapped"))
     assert drop.read_text(encoding="ascii") == "3"

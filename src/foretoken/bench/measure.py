@@ -103,60 +103,10 @@ class TimedCompletion:
 
     output: CompletionOutput  # the completion
     seconds: float  # total seconds, prefill included
-    first_seconds: float  # seconds until the first piece (TTFT)
-    first_tokens: int  # tokens in the first piece
 
     @property
     def tokens(self) -> int:
         return len(self.output.token_ids)
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over several completions, and their rates."""
-
-    tokens: int
-    seconds: float
-    decode_tokens: int
-    decode_seconds: float
-    steps: int
-    drafts: int
-    accepted: int
-
-    @staticmethod
-    def of(runs: Iterable[TimedCompletion]) -> Totals:
-        """Returns the sums over ``runs``."""
-        runs = list(runs)
-        stats = [run.output.stats for run in runs]
-        return Totals(
-            tokens=sum(run.tokens for run in runs),
-            seconds=sum(run.seconds for run in runs),
-            decode_tokens=sum(run.tokens - run.first_tokens for run in runs),
-            decode_seconds=sum(run.seconds - run.first_seconds for run in runs),
-            steps=sum(s.steps for s in stats),
-            drafts=sum(s.drafts for s in stats),
-            accepted=sum(s.accepted for s in stats),
-        )
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Emitted tokens per second, prefill included."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Emitted tokens per second after each first piece."""
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted/drafts, bonus token included."""
-        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Emitted tokens per target pass, steps without a draft included."""
-        return self.tokens / self.steps if self.steps else 0.0
 
 
 def timed(llm: LLM, prompt: str, params: SamplingParams, on_piece: OnPiece | None = None) -> TimedCompletion:
@@ -164,8 +114,7 @@ def timed(llm: LLM, prompt: str, params: SamplingParams, on_piece: OnPiece | Non
     if params.n != 1:
         raise InvalidRequest(f"a timed run makes one completion; got n={params.n}")
     pieces = iter(llm.stream(prompt, params))
-    seconds = first_seconds = 0.0
-    first_tokens = 0
+    seconds = 0.0
     output: CompletionOutput | None = None
     while True:
         started = perf_counter()
@@ -173,14 +122,12 @@ def timed(llm: LLM, prompt: str, params: SamplingParams, on_piece: OnPiece | Non
         seconds += perf_counter() - started
         if piece is None:
             break
-        if not first_seconds:
-            first_seconds, first_tokens = seconds, len(piece.token_ids)
         output = piece.output or output
         if on_piece is not None:
             on_piece(piece, seconds)
     if output is None:
         raise RuntimeError("the stream ended without a finished completion")
-    return TimedCompletion(output, seconds, first_seconds, first_tokens)
+    return TimedCompletion(output, seconds)
 
 
 @dataclass(frozen=True)
@@ -273,17 +220,26 @@ def startup(name: str, options: dict[str, Any], times: int = 3, tokens: int = 1)
     seconds: list[float] = []
     reported = {"peak": 0, "imported": 0}
     for _ in range(times + 1):
-        took, reported = _run([sys.executable, "-c", _PROGRAM, json.dumps(options), str(tokens)])
+        took, reported = fresh_process(_PROGRAM, [json.dumps(options), str(tokens)])
         seconds.append(took)
     warm = seconds[1:]
     return Startup(name, median(warm), min(warm), max(warm), reported["peak"], reported["imported"])
 
 
-def _run(command: Sequence[str]) -> tuple[float, dict[str, int]]:
-    """Returns the seconds until the process reports its token, and the report."""
+def fresh_process(
+    program: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> tuple[float, dict[str, Any]]:
+    """Runs a program that prints one line of JSON.
+
+    Returns:
+        The seconds until the line, and its content.
+
+    Raises:
+        ForetokenError: The program failed; the message has its last line.
+    """
     with tempfile.TemporaryFile("w+") as errors:
-        started = perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        started, command = perf_counter(), [sys.executable, "-c", program, *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
             seconds = perf_counter() - started
@@ -291,5 +247,5 @@ def _run(command: Sequence[str]) -> tuple[float, dict[str, int]]:
             errors.seek(0)
             reason = (errors.read().strip().splitlines() or ["no reason given"])[-1]
             raise ForetokenError(f"a fresh process could not produce a token: {reason}")
-    answer: dict[str, int] = json.loads(line)
+    answer: dict[str, Any] = json.loads(line)
     return seconds, answer

@@ -117,21 +117,22 @@ def _pair(llm: LLM, race: Race, show: Stage, number: int) -> Pair:
 
 def summarize(race: Race, pairs: list[Pair]) -> dict[str, Any]:
     """Returns totals over all prompts. Rates are total tokens over total seconds, prefill included."""
-    from foretoken.bench.measure import Totals
 
-    plain = Totals.of(pair.plain for pair in pairs)
-    fast = Totals.of(pair.speculative for pair in pairs)
+    def figures(runs: list[TimedCompletion]) -> dict[str, Any]:
+        tokens, seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
+        return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds if seconds else 0.0}
+
+    plain, fast = figures([pair.plain for pair in pairs]), figures([pair.speculative for pair in pairs])
+    stats = [pair.speculative.output.stats for pair in pairs]
+    drafts = sum(each.drafts for each in stats)
+    length = 1.0 + sum(each.accepted for each in stats) / drafts if drafts else 1.0
     settings = vars(race) | {"prompts": len(pairs)}
     size = settings.pop("size")
-
-    def figures(totals: Totals) -> dict[str, Any]:
-        return {"tokens": totals.tokens, "seconds": totals.seconds, "tokens_per_second": totals.tokens_per_second}
-
     return {
         "target": f"bundled, widened to {size}" if size else "bundled",
         **settings,
-        "plain": figures(plain),
-        "speculative": {**figures(fast), "mean_acceptance_length": fast.mean_acceptance_length},
-        "speedup": fast.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0,
+        "plain": plain,
+        "speculative": {**fast, "mean_acceptance_length": length},
+        "speedup": fast["tokens_per_second"] / plain["tokens_per_second"] if plain["tokens_per_second"] else 0.0,
         "identical": all(pair.identical for pair in pairs),
     }
