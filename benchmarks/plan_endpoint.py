@@ -26,23 +26,13 @@ from foretoken.bench.output import listing, report, wide_console
 from foretoken.plan.endpoint import EndpointPlan, PlannedEndpoint, ServerPair, plan_endpoint
 from foretoken.plan.endpoint.statistics import SpeedModel
 from options import Output, Target, some_prompts, target_path
-from predictions import COLUMNS, PredictedSpeed, accuracy, accuracy_words
+from predictions import COLUMNS, accuracy, accuracy_words, prediction
 from servers import engine_serving, listed_model
 
 console = wide_console()
 
 
-@dataclass(frozen=True)
-class ComparedSpeed:
-    """A speedup at a draft length and a concurrency. basis: draft lengths that the plan was made from."""
-
-    basis: str
-    depth: int
-    concurrency: int
-    speed: PredictedSpeed
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"basis": self.basis, "depth": self.depth, "concurrency": self.concurrency, **self.speed.to_dict()}
+Records = list[dict[str, Any]]  # of ``prediction``, with the draft lengths of the plan, draft length and concurrency
 
 
 @dataclass(frozen=True)
@@ -99,29 +89,30 @@ class PlanRun:
         return made
 
 
-def compared(plan: EndpointPlan, basis: str, measured: dict[tuple[int, int], float]) -> list[ComparedSpeed]:
-    """Returns the speedups of the plan beside the measured ones."""
+def compared(plan: EndpointPlan, basis: str, measured: dict[tuple[int, int], float]) -> Records:
+    """Returns the speedups of the plan beside the measured ones. basis: Draft lengths that it was made from."""
     if plan.predictor is None:
         return []
     rows = {at: plan.predictor.own(*at) for at in sorted(measured)}
-    return [ComparedSpeed(basis, *at, PredictedSpeed.of(row, measured[at])) for at, row in rows.items()]
+    places = {at: {"basis": basis, "depth": at[0], "concurrency": at[1]} for at in rows}
+    return [{**places[at], **prediction(row, measured[at])} for at, row in rows.items()]
 
 
-def summary(pairs: Sequence[ComparedSpeed]) -> tuple[list[Table | str], dict[str, dict[str, float]]]:
+def summary(pairs: Records) -> tuple[list[Table | str], dict[str, dict[str, float]]]:
     """Returns the table and the lines to print, and the figures by basis."""
     heads = {"planned from": "{basis}", "tokens": "{depth}", "at once": "{concurrency}"}
-    parts: list[Table | str] = [listing(heads | COLUMNS, [pair.to_dict() for pair in pairs])]
+    parts: list[Table | str] = [listing(heads | COLUMNS, pairs)]
     facts = {}
-    for basis in dict.fromkeys(each.basis for each in pairs):
-        speeds = [each.speed for each in pairs if each.basis == basis]
-        facts[basis] = {"pairs": float(len(speeds)), **accuracy(speeds)}
-        parts.append(f"planned from {basis}: {len(speeds)} pairs, {accuracy_words(facts[basis])}")
+    for basis in dict.fromkeys(each["basis"] for each in pairs):
+        own = [each for each in pairs if each["basis"] == basis]
+        facts[basis] = {"pairs": float(len(own)), **accuracy(own)}
+        parts.append(f"planned from {basis}: {len(own)} pairs, {accuracy_words(facts[basis])}")
     return parts, facts
 
 
 def _restarted(
     run: PlanRun, models: tuple[str, str, str], basis: Sequence[int], depths: Sequence[int]
-) -> Iterator[list[ComparedSpeed]]:
+) -> Iterator[Records]:
     """Compares for a server with one draft length: it is started once for each. Yields all pairs after each length."""
     engine, model, draft = models
     plans: list[EndpointPlan] = []
@@ -149,7 +140,7 @@ def _alone(plan: EndpointPlan, depth: int) -> EndpointPlan:
     return replace(plan, predictor=replace(plan.predictor, speeds=SpeedModel(speeds.plain, own)))
 
 
-def _switched(run: PlanRun, url: str, basis: Sequence[int], depths: Sequence[int]) -> Iterator[list[ComparedSpeed]]:
+def _switched(run: PlanRun, url: str, basis: Sequence[int], depths: Sequence[int]) -> Iterator[Records]:
     """Compares for a server that takes the draft length of a request. Yields all pairs at once."""
     pair = ServerPair(url, listed_model(url))
     plan, measured = run.plan(pair, basis[-1]), dict[tuple[int, int], float]()
@@ -189,8 +180,7 @@ def main(
         for pairs in comparisons:
             parts, result = summary(pairs)
             facts = {"engine": engine, "target": Path(model).name, "seconds": round(perf_counter() - started)}
-            records = [pair.to_dict() for pair in pairs]
-            report(parts, facts, output, summary=result, pairs=records, points=run.points)
+            report(parts, facts, output, summary=result, pairs=pairs, points=run.points)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
 from options import Draft, Output, Small, some_prompts, target_path
-from predictions import COLUMNS, PredictedSpeed, accuracy, accuracy_words
+from predictions import COLUMNS, accuracy, accuracy_words, prediction
 from systems import Totals, timed_step
 
 ROLES = ("eagle3", "medusa")
@@ -190,7 +190,7 @@ def compared(row: PlanRow, own: Totals, plain: Totals) -> dict[str, Any]:
         "num_speculative_tokens": row.num_speculative_tokens,
         "temperature": row.temperature,
         "batch": row.batch,
-        **PredictedSpeed.of(row, own.speed / plain.speed).to_dict(),
+        **prediction(row, own.speed / plain.speed),
         "tokens_per_pass": row.tokens_per_pass,
         "measured_tokens_per_pass": own.tokens_per_pass,
         "seconds": row.step_seconds,
@@ -239,7 +239,7 @@ def summary(
     ]
     facts = {
         "pairs": float(len(rows)),
-        **accuracy([PredictedSpeed(r["predicted"], r["low"], r["high"], r["measured"]) for r in rows]),
+        **accuracy(rows),
         "worst_choice": min(c["share"] for c in choices),
     }
     parts.append(

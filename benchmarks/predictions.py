@@ -1,9 +1,6 @@
 """Predicted speedups beside measured ones, with the errors of the predictions in figures and in words."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -11,29 +8,7 @@ from foretoken.plan.candidates import PlanRow
 from foretoken.plan.endpoint.outcome import EndpointRow
 
 WITHIN = 0.1
-
-
-@dataclass(frozen=True)
-class PredictedSpeed:
-    """A speedup that was predicted, with its interval, and measured."""
-
-    predicted: float
-    low: float
-    high: float
-    measured: float
-
-    @classmethod
-    def of(cls, row: PlanRow | EndpointRow, measured: float) -> PredictedSpeed:
-        return cls(row.speedup or 0.0, row.low or 0.0, row.high or 0.0, measured)
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "error": self.error, "covered": self.low <= self.measured <= self.high}
-
-
+Prediction = Mapping[str, Any]  # a record of ``prediction``
 COLUMNS = {
     "predicted": "{predicted:.2f}x",
     "interval": "{low:.2f}-{high:.2f}",
@@ -41,19 +16,26 @@ COLUMNS = {
     "error": "{error:+.1%}",
     "covered": "{covered}",
 }
-"""Columns of a table of predictions; records are those of ``PredictedSpeed.to_dict``."""
+"""Columns of a table of predictions."""
 
 
-def accuracy(speeds: Sequence[PredictedSpeed]) -> dict[str, float]:
-    errors = [abs(speed.error) for speed in speeds]
+def prediction(row: PlanRow | EndpointRow, measured: float) -> dict[str, Any]:
+    """Returns the speedup that a plan predicts, with its interval, beside the measured one."""
+    predicted, low, high = row.speedup or 0.0, row.low or 0.0, row.high or 0.0
+    speeds = {"predicted": predicted, "low": low, "high": high, "measured": measured}
+    return {**speeds, "error": predicted / measured - 1.0, "covered": low <= measured <= high}
+
+
+def accuracy(predictions: Sequence[Prediction]) -> dict[str, float]:
+    errors = [abs(each["error"]) for each in predictions]
     return {
         "median_error": median(errors),
         "within_10_percent": fmean(error <= WITHIN for error in errors),
-        "coverage": fmean(speed.to_dict()["covered"] for speed in speeds),
+        "coverage": fmean(each["covered"] for each in predictions),
     }
 
 
-def accuracy_words(facts: dict[str, float]) -> str:
+def accuracy_words(facts: Mapping[str, float]) -> str:
     """Returns a clause with these figures."""
     return (
         f"median error {facts['median_error']:.1%}, within 10 % {facts['within_10_percent']:.1%}, intervals cover "

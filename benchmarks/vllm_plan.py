@@ -13,12 +13,10 @@ start it.
 import json
 import random
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -36,8 +34,6 @@ from foretoken.plan.vllm import (
     PLAIN,
     Answers,
     Bench,
-    PromptCompleter,
-    StartProcess,
     VllmCandidate,
     VllmRun,
     answers,
@@ -46,7 +42,7 @@ from foretoken.plan.vllm import (
 )
 from foretoken.train.widen.checkpoint import scaled
 from options import Output, some_prompts
-from predictions import PredictedSpeed, accuracy, accuracy_words
+from predictions import accuracy, accuracy_words, prediction
 
 COLUMNS = {
     "vLLM": "{name}",
@@ -63,21 +59,6 @@ COLUMNS = {
 }
 
 
-def kept(bench: Bench, stack: ExitStack) -> StartProcess:
-    """Returns a function that starts the process of each lane once, and keeps it until ``stack`` closes it."""
-    known: dict[str, PromptCompleter] = {}
-
-    def start(lane: VllmCandidate | None) -> PromptCompleter:
-        name = PLAIN if lane is None else lane.name
-        if name not in known:
-            made = bench.start(lane)
-            stack.callback(made.close)
-            known[name] = SimpleNamespace(answer=made.answer, close=lambda: None)
-        return known[name]
-
-    return start
-
-
 def gain(runs_done: Sequence[VllmRun], lane: str, depth: int, temperature: float) -> tuple[float, float]:
     """Returns measured figures: the speedup of decoding over plain decoding beside it, and tokens per pass."""
     here = [run for run in runs_done if run.temperature == temperature and run.beside == lane]
@@ -92,19 +73,19 @@ class Pair:
 
     row: PlanRow
     run: bool
-    speeds: list[PredictedSpeed] = field(default_factory=list)
+    speeds: list[dict[str, Any]] = field(default_factory=list)
     tokens_errors: list[float] = field(default_factory=list)
 
     def add(self, row: PlanRow, measured: tuple[float, float]) -> None:
         """Adds the prediction and the measurement of one split."""
         speedup, per_pass = measured
-        self.speeds.append(PredictedSpeed.of(row, speedup))
+        self.speeds.append(prediction(row, speedup))
         self.tokens_errors.append(row.tokens_per_pass / per_pass - 1)
 
     @property
     def bias(self) -> float:
         """The median relative error of the predicted speedups."""
-        return median(speed.error for speed in self.speeds)
+        return median(speed["error"] for speed in self.speeds)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -113,8 +94,8 @@ class Pair:
             "temperature": self.row.temperature,
             "num_speculative_tokens": self.row.num_speculative_tokens,
             "run_for_the_plan": self.run,
-            "predicted": median(speed.predicted for speed in self.speeds),
-            "measured": median(speed.measured for speed in self.speeds),
+            "predicted": median(speed["predicted"] for speed in self.speeds),
+            "measured": median(speed["measured"] for speed in self.speeds),
             "bias": self.bias,
             "median_tokens_error": median(map(abs, self.tokens_errors)),
             **accuracy(self.speeds),
@@ -199,24 +180,21 @@ def main(
         engine=json.loads(engine_args),
     )
     bench.command()
-    with ExitStack() as stack, Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
-        start = kept(bench, stack)
+
+        def say(stage: str, share: float) -> None:
+            progress.update(bar, description=stage, completed=share)
+
         started = perf_counter()
-        measured = answers(
-            bench,
-            deepened(known, depth),
-            ids,
-            lambda what, share: progress.update(bar, description=what, completed=share),
-            start,
-        )
+        measured = answers(bench, deepened(known, depth), ids, say)
         seconds = perf_counter() - started
         pairs = halves(known, measured, len(ids), splits, depth)
         plan = from_some(known, measured, range(len(ids) // 2))
         fresh = []
         if plan.best is not None:
-            progress.update(bar, description="the plan's choice, a fresh vLLM", completed=0.0)
-            fresh = deployed(bench, plan.best, chosen(plan, known), plan.rows, start, ids[len(ids) // 2 :])
+            say("the plan's choice, a fresh vLLM", 0.0)
+            fresh = deployed(bench, plan.best, chosen(plan, known), plan.rows, ids[len(ids) // 2 :])
     parts, result = summary(pairs, fresh)
     facts = {"target": target.name, "seconds": round(seconds, 1), "count": len(ids)}
     report(
@@ -231,17 +209,12 @@ def main(
 
 
 def deployed(
-    bench: Bench,
-    best: dict[str, Any],
-    lane: VllmCandidate,
-    rows: Sequence[PlanRow],
-    start: StartProcess,
-    prompts: Sequence[Sequence[int]],
+    bench: Bench, best: dict[str, Any], lane: VllmCandidate, rows: Sequence[PlanRow], prompts: Sequence[Sequence[int]]
 ) -> list[Pair]:
     """Runs the chosen configuration in a process created for its draft length, beside plain decoding."""
     depth = best["num_speculative_tokens"]
     fresh = replace(lane, name=f"{lane.name}, restarted", depths=(depth,))
-    done = [each.run() for each in answers(bench, [fresh], prompts, start=start)]
+    done = [each.run() for each in answers(bench, [fresh], prompts)]
     pairs = []
     for row in rows:
         if dict(row.config) == best:
