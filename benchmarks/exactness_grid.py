@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,18 +58,6 @@ HYBRID: list[Config] = [
 ]
 HEADS = ("eagle3", "mtp", "medusa", "blockwise")
 PROBES = (0, 1, 4, 8)  # draft nodes of the passes that a row is compared over
-
-
-@dataclass(frozen=True)
-class Usual:
-    """Sizes of a grid that options do not give."""
-
-    count: int
-    max_tokens: int
-    depths: tuple[int, ...]
-
-
-LONG, SHORT = Usual(50, 64, (1, 4, 8)), Usual(8, 24, (4,))
 
 
 @dataclass(frozen=True)
@@ -179,9 +168,19 @@ class Course:
     prompts: Sequence[str]
     max_tokens: int
     kind: str  # a dtype, a quantization, or the path of a target
-    model: str  # the bundled target
     temperature: float
     plain: Sequence[CompletionOutput]
+
+    def compare(self, llm: LLM, name: str, depth: int, batch: int) -> Cell:
+        """Returns the cell of another way to complete the prompts."""
+        outputs = complete(llm, self.prompts, depth, self.temperature, self.max_tokens, batch)
+        reasons = [
+            explain(llm, self.prompts[i], i, self.temperature, a.token_ids, b.token_ids)
+            for i, (a, b) in enumerate(zip(self.plain, outputs, strict=True))
+            if a.token_ids != b.token_ids
+        ]
+        equal, promised = len(outputs) - len(reasons), llm.target.batch_invariant
+        return Cell(self.temperature, self.kind, name, depth, batch, equal, len(outputs), promised, reasons)
 
 
 def courses(
@@ -194,32 +193,20 @@ def courses(
     llm = load(kind, model)
     reference = load("bfloat16", model, weight_format="raw") if kind == PACKED else llm
     plain = [complete(reference, prompts, 0, value, max_tokens, batch=1) for value in temperatures]
-    result = [Course(prompts, max_tokens, kind, model, *each) for each in zip(temperatures, plain, strict=True)]
-    return result, [compare(course, llm, "off", 0, BATCHES[-1]) for course in result]
+    result = [Course(prompts, max_tokens, kind, *each) for each in zip(temperatures, plain, strict=True)]
+    return result, [course.compare(llm, "off", 0, BATCHES[-1]) for course in result]
 
 
-def grid(course_by_temperature: Sequence[Course], config: Config, depths: Sequence[int]) -> Iterator[Cell]:
+def grid(plain: Sequence[Course], model: str, config: Config, depths: Sequence[int]) -> Iterator[Cell]:
     """Yields the cells of one configuration, at its own draft length or at all of them."""
-    kind = course_by_temperature[0].kind
+    kind = plain[0].kind
     if config["method"] == "self_quantized" and (Path(kind).exists() or kind.startswith("int4")):
         return  # the target has few bits already
     heads = HEADS if Path(kind).exists() else ()  # a head is not found beside another file than the bundled target
-    speculation = with_models(config, heads=heads)
-    llm = load(kind, course_by_temperature[0].model, speculative_config=speculation)
+    llm = load(kind, model, speculative_config=with_models(config, heads=heads))
     own = config.get("num_speculative_tokens")
-    for course in course_by_temperature:
-        for depth in depths if own is None else [own]:
-            for batch in BATCHES:
-                yield compare(course, llm, label(config), depth, batch)
-
-
-def compare(course: Course, llm: LLM, name: str, depth: int, batch: int) -> Cell:
-    plain, temperature = course.plain, course.temperature
-    outputs = complete(llm, course.prompts, depth, temperature, course.max_tokens, batch)
-    apart = [i for i, (a, b) in enumerate(zip(plain, outputs, strict=True)) if a.token_ids != b.token_ids]
-    reasons = [explain(llm, course.prompts[i], i, temperature, plain[i].token_ids, outputs[i].token_ids) for i in apart]
-    equal, promised = len(plain) - len(apart), llm.target.batch_invariant
-    return Cell(temperature, course.kind, name, depth, batch, equal, len(plain), promised, reasons)
+    for course, depth, batch in product(plain, depths if own is None else [own], BATCHES):
+        yield course.compare(llm, label(config), depth, batch)
 
 
 def digest(course: Course) -> str:
@@ -266,8 +253,8 @@ def main(
 ) -> None:
     """Compares texts over proposers, draft lengths and batches; the exit code is 1 on a bug or a broken promise."""
     torch.set_num_threads(cores())
-    usual = SHORT if short else LONG
-    count, max_tokens, depth = count or usual.count, max_tokens or usual.max_tokens, depth or list(usual.depths)
+    usual = (8, 24, [4]) if short else (50, 64, [1, 4, 8])
+    count, max_tokens, depth = count or usual[0], max_tokens or usual[1], depth or usual[2]
     texts = load_prompts(prompts, count) if prompts else own_prompts(count)
     model = "hybrid-target" if hybrid else "target"
     usual_configs = (HYBRID if hybrid else ALL) if every or short else PAIR
@@ -281,7 +268,7 @@ def main(
             digests |= {f"{Path(kind).name}, temperature {each.temperature:g}": digest(each) for each in plain}
             for each in configs:
                 status.update(f"{kind}, {label(each)}")
-                cells += grid(plain, each, depth)
+                cells += grid(plain, model, each, depth)
     wrong = [c for c in cells if any(d.kind == "bug" for d in c.divergences) or (c.promised and c.divergences)]
     report(
         [

@@ -27,7 +27,6 @@ Temperatures = Annotated[list[float], typer.Option(min=0.0, help="May be repeate
 Rows = Annotated[list[int], typer.Option(min=1, help="Rows of a pass; may be repeated.")]
 Turns = Annotated[int, typer.Option(min=1, help="Turns of everything that is timed.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Turns of everything that is compared.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Write setting and results to this file as JSON.")]
 Config = dict[str, Any]
 """A speculative_config, in which the model "draft" stands for the pair's draft."""

@@ -35,7 +35,7 @@ from foretoken.models.base import Handle, Model
 from foretoken.models.formats.memory import give_back
 from foretoken.models.runners.native.build import loaded_library, prebuilt
 from foretoken.models.runners.native.runner import NativeRunner
-from options import AsJson, Output, Rows, Small, Target, Turns, target_path
+from options import Output, Rows, Small, Target, Turns, target_path
 from systems import Floors
 
 BF16, PACKED = "bf16", "packed"
@@ -177,7 +177,6 @@ def main(
     turns: Turns = 15,
     loads: Annotated[int, typer.Option(min=0, help="Timed loads of each scheme.")] = 0,
     small: Small = False,
-    as_json: AsJson = False,
     output: Output = None,
 ) -> None:
     """Time passes of each scheme in turns, beside reading the weights and their vpdpbusd instructions alone."""
@@ -189,7 +188,7 @@ def main(
         times = measure(chosen, rows, context, turns)
     said = [f"loading {name}: {seconds:.2f} s" for name, seconds in load.items()]
     facts = {"kernels": build.require().name, "context": context}
-    report([listing(COLUMNS, times), *said], facts, output, as_json, times=times, load_seconds=load)
+    report([listing(COLUMNS, times), *said], facts, output, times=times, load_seconds=load)
     raise typer.Exit(any(record.get("same_bits") is False for record in times))
 
 

@@ -20,7 +20,7 @@ from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import OURS, folder
 from foretoken.bench.peers.worker import PeerWorker
 from foretoken.models.formats.checkpoint import load_tokenizer
-from options import AsJson, Output, Repeats, Target, target_path
+from options import Output, Repeats, Target, target_path
 
 PROMPT = "import os\n\n\ndef read(path):\n"
 GROUPS = Path("/sys/fs/cgroup/cpu")  # version 1
@@ -92,7 +92,6 @@ def main(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of an engine. [all cores]")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 64,
     repeats: Repeats = 3,
-    as_json: AsJson = False,
     output: Output = None,
 ) -> None:
     """Time engines that share their cores, in turns with one that has them alone."""
@@ -108,7 +107,7 @@ def main(
     ]
     if QUOTA not in rates:
         parts.append("no quota: this needs control groups of version 1 and the right to make one")
-    report(parts, {"model": path.name, "threads": count}, output, as_json, **record)
+    report(parts, {"model": path.name, "threads": count}, output, **record)
     raise typer.Exit(record["texts"] != 1)
 
 

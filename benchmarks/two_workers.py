@@ -15,7 +15,7 @@ Where both workers share a machine, drafting ahead takes cores from the target, 
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,9 +36,10 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
+from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
-from foretoken.propose.base import BuildContext, Proposer
+from foretoken.propose.base import BuildContext
 from foretoken.propose.remote import Remote, RemoteConfig, start_worker
 from foretoken.propose.remote_transports import Disconnected, EngineEndpoint, MessageQueue
 from foretoken.speculation import Builder, SpeculativeConfig
@@ -93,93 +94,75 @@ def late(deliver: Callable[[Any], None], seconds: float) -> Callable[[Any], None
 
 
 @dataclass
-class System:
-    """One way to draft. threads: the target's. totals: by kind, for each repeat. ready: drafts that had arrived."""
+class Worker:
+    """One way to draft. threads: the target's. totals: by kind, for each repeat. drafts, ready: needed, and arrived."""
 
     name: str
     engine: Engine
-    proposer: Proposer
     threads: int
     texts: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
-    totals: dict[str, list[Totals]] = field(default_factory=dict)
+    totals: dict[str, list[Totals]] = field(default_factory=lambda: defaultdict(list))
     drafts: Counter[str] = field(default_factory=Counter)
     ready: Counter[str] = field(default_factory=Counter)
 
-    def run(self, kind: str, prompt: int, ids: Sequence[int], tokens: int, repeat: int) -> None:
-        """Completes one prompt. Raises RuntimeError if a repeat generates another text."""
+    def run(self, kind: str, prompts: Sequence[list[int]], at: int, tokens: int) -> None:
+        """Completes one prompt; the first one begins a repeat. Raises RuntimeError if a repeat differs from another."""
         torch.set_num_threads(self.threads)
         temperature, grade = KINDS[kind]
-        law = SamplingLaw(temperature=temperature)
-        context = Context(prompt, list(ids), len(ids), law, Streams(prompt + 1), grade)
-        remote = self.proposer if isinstance(self.proposer, Remote) else None
-        before = (remote.drafts_needed, remote.drafts_ready) if remote else (0, 0)
-        self.engine.add(context, Length(tokens))
-        steps, totals = list[Any](), Totals()
+        law, ids, remote = SamplingLaw(temperature=temperature), prompts[at], self.engine.proposer
+        before = (remote.drafts_needed, remote.drafts_ready) if isinstance(remote, Remote) else (0, 0)
+        self.engine.add(Context(at, list(ids), len(ids), law, Streams(at + 1), grade), Length(tokens))
+        steps, total = list[Any](), Totals()
         while self.engine.busy:
             outputs, step_totals = timed_step(self.engine)
             steps += [(step.tokens, step.draft.ids) for step in outputs]
-            totals += step_totals
-        self.engine.take(prompt)
-        if self.texts.setdefault((kind, prompt), steps) != steps:
-            raise RuntimeError(f"{self.name} wrote another text, or drafted otherwise, in a repeat ({kind}, {prompt})")
-        repeats = self.totals.setdefault(kind, [])
-        repeats += [Totals()] * (repeat + 1 - len(repeats))
-        repeats[repeat] += totals
-        if isinstance(self.proposer, Remote):
-            self.drafts[kind] += self.proposer.drafts_needed - before[0]
-            self.ready[kind] += self.proposer.drafts_ready - before[1]
+            total += step_totals
+        self.engine.take(at)
+        if self.texts.setdefault((kind, at), steps) != steps:
+            raise RuntimeError(f"{self.name} wrote another text, or drafted otherwise, in a repeat ({kind}, {at})")
+        self.totals[kind] += [total] if at == 0 else [self.totals[kind].pop() + total]
+        if isinstance(remote, Remote):
+            self.drafts[kind] += remote.drafts_needed - before[0]
+            self.ready[kind] += remote.drafts_ready - before[1]
+
+    def result(self, kind: str, first: "Worker", prompts: int) -> dict[str, Any]:
+        """Returns the figures of one kind, beside those of the first worker.
+
+        speed: tokens/s, median of the repeats. ready: fraction of drafts that had arrived. same: prompts whose text and
+        drafts equal, step by step, those of the first worker.
+        """
+        speed, base = (median(total.speed for total in each.totals[kind]) for each in (self, first))
+        same = sum(self.texts[kind, at] == first.texts[kind, at] for at in range(prompts))
+        ready = self.ready[kind] / self.drafts[kind] if self.drafts[kind] else None
+        passes = sum(self.totals[kind], Totals()).tokens_per_pass
+        row = {"system": self.name, "kind": kind, "speed": speed, "over_one": speed / base, "ready": ready}
+        return row | {"tokens_per_pass": passes, "same": same, "prompts": prompts}
 
 
-def systems(
+def workers(
     target: Path, draft: Path, depth: int, ahead: int, threads: int, rtt: float, transport: str
-) -> list[System]:
+) -> list[Worker]:
     """Returns one worker, one that drafts on request, and one that drafts ahead; the last two share a target."""
     tokenizer = load_tokenizer(target)
     member = {"method": "draft_model", "model": str(draft)}
 
-    def build(proposer_of: Any, name: str, count: int, model: Any) -> System:
-        proposer = proposer_of(Builder(model, tokenizer, target, load_model))
-        return System(name, Engine(model, proposer, Fixed(depth)), proposer, count)
+    def elsewhere(model: Model, steps: int) -> Remote:
+        config, builder = RemoteConfig(member, transport, ahead=steps, threads=threads), builder_of(model)
+        link = start_worker(config, BuildContext(model, tokenizer, target, None, load_model, builder.member))
+        return Remote(delayed(link, rtt / 2) if rtt else link)
 
-    def local(builder: Builder) -> Proposer:
-        return builder.build(SpeculativeConfig.of(member))
-
-    def elsewhere(ahead: int) -> Any:
-        def made(builder: Builder) -> Proposer:
-            config = RemoteConfig(member, transport, ahead=ahead, threads=threads)
-            link = start_worker(
-                config, BuildContext(builder.target, tokenizer, target, None, load_model, builder.member)
-            )
-            return Remote(delayed(link, rtt / 2) if rtt else link)
-
-        return made
+    def builder_of(model: Model) -> Builder:
+        return Builder(model, tokenizer, target, load_model)
 
     torch.set_num_threads(cores())
-    result = [build(local, ONE, cores(), load_model(target))]
-    left = max(1, cores() - threads)
+    model, left = load_model(target), max(1, cores() - threads)
+    local = builder_of(model).build(SpeculativeConfig.of(member))
+    result = [Worker(ONE, Engine(model, local, Fixed(depth)), cores())]
     torch.set_num_threads(left)
     shared = load_model(target)
-    result.append(build(elsewhere(0), "two workers, waiting", left, shared))
-    return [*result, build(elsewhere(ahead), f"two workers, {ahead} ahead", left, shared)]
-
-
-def cells(systems: Sequence[System], prompts: int) -> list[dict[str, Any]]:
-    """Returns the results by kind and system.
-
-    speed: tokens/s, median of the repeats. ready: fraction of drafts that had arrived. same: prompts whose text and
-    drafts equal, step by step, those of one worker, which is the first system.
-    """
-    made = []
-    for kind in KINDS:
-        for system in systems:
-            totals, drafts = system.totals[kind], system.drafts[kind]
-            speed, base = (median(repeat.speed for repeat in each.totals[kind]) for each in (system, systems[0]))
-            same = sum(system.texts[kind, at] == systems[0].texts[kind, at] for at in range(prompts))
-            ready = system.ready[kind] / drafts if drafts else None
-            tokens_per_pass = sum(totals, Totals()).tokens_per_pass
-            cell = {"system": system.name, "kind": kind, "speed": speed, "over_one": speed / base, "ready": ready}
-            made.append(cell | {"tokens_per_pass": tokens_per_pass, "same": same, "prompts": prompts})
-    return made
+    for name, steps in (("two workers, waiting", 0), (f"two workers, {ahead} ahead", ahead)):
+        result.append(Worker(name, Engine(shared, elsewhere(shared, steps), Fixed(depth)), left))
+    return result
 
 
 def main(
@@ -199,24 +182,25 @@ def main(
 ) -> None:
     """Prints texts and tokens per second of one worker and of two."""
     path = target_path(target, small)
-    ways = systems(path, draft or zoo.path("draft"), depth, ahead, draft_threads, rtt_ms / 1e3, transport)
+    ways = workers(path, draft or zoo.path("draft"), depth, ahead, draft_threads, rtt_ms / 1e3, transport)
     tokenizer = load_tokenizer(path)
     ids = [list(tokenizer.encode(text)) for text in prompts_or_functions(prompts, count)]
-    turns = [(repeat, kind, at) for repeat in range(repeats) for kind in KINDS for at in range(len(ids))]
-    for system in ways:
-        system.run("greedy", 0, ids[0], tokens, 0)
-        for record in (system.totals, system.drafts, system.ready):
+    turns = [(kind, at) for _ in range(repeats) for kind in KINDS for at in range(len(ids))]
+    for worker in ways:
+        worker.run("greedy", ids, 0, tokens)
+        for record in (worker.totals, worker.drafts, worker.ready):
             record.clear()
-    for turn, (repeat, kind, at) in enumerate(track(turns, description="requests", transient=True)):
-        for system in ways[turn % 3 :] + ways[: turn % 3]:
-            system.run(kind, at, ids[at], tokens, repeat)
-    made = cells(ways, len(ids))
+    for turn, (kind, at) in enumerate(track(turns, description="requests", transient=True)):
+        for worker in ways[turn % 3 :] + ways[: turn % 3]:
+            worker.run(kind, ids, at, tokens)
+    made = [worker.result(kind, ways[0], len(ids)) for kind in KINDS for worker in ways]
     facts: dict[str, Any] = {"target": path.name, "count": len(ids), "tokens": tokens, "depth": depth, "ahead": ahead}
     facts |= {"rtt_ms": rtt_ms, "transport": transport, "repeats": repeats}
     facts["threads"] = f"{cores()} for one worker, {ways[1].threads} + {draft_threads} for two"
     report([listing(COLUMNS, made)], facts, output, cells=made)
-    for system in ways[1:]:
-        system.proposer.close()  # type: ignore[attr-defined]
+    for worker in ways[1:]:
+        assert isinstance(worker.engine.proposer, Remote)
+        worker.engine.proposer.close()
 
 
 if __name__ == "__main__":

@@ -53,7 +53,6 @@ COMMANDS = {
     "quantization": "--model DRAFT --scheme int4-g64 --scheme Q4_K_M --windows 2 --characters 4000",
     "request_fuzz": "--pairs 4 --dtype float32 --no-heads",
     "structured": "--requests 2 --max-tokens 40",
-    "suffix_store": "--tokens 2000 --bound 1000 --length 100 --follows 2",
     "threads": "--model DRAFT --threads 2 --tokens 8 --repeats 1",
     "vocabulary": "--model DRAFT --steps 4 --history 5 --case logprobs\\ 5 --case recycling,\\ idle",
     "two_workers": "--small --count 1 --tokens 8 --repeats 1 --transport thread",

@@ -135,21 +135,16 @@ def _cell(form: str, record: Mapping[str, Any]) -> str:
         return ""
 
 
-def report(
-    parts: Iterable[Table | str], facts: Mapping[str, Any], file: Path | None, as_json: bool = False, **record: Any
-) -> None:
+def report(parts: Iterable[Table | str], facts: Mapping[str, Any], file: Path | None, **record: Any) -> None:
     """Prints the result of a run with its setting, and writes both to ``file`` as JSON.
 
     facts: Facts of the run besides machine, versions, date and command. record: Results by name, beside "setting" in
     the file.
     """
     console, facts = wide_console(), setting() | dict(facts)
-    text = json.dumps({"setting": facts, **record}, indent=2, default=str, ensure_ascii=False)
-    if as_json:
-        console.file.write(text + "\n")
-    else:
-        for part in parts:
-            console.print(part, markup=False, soft_wrap=isinstance(part, str))
-        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+    for part in parts:
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
     if file is not None:
+        text = json.dumps({"setting": facts, **record}, indent=2, default=str, ensure_ascii=False)
         file.write_text(text + "\n", encoding="utf-8")
