@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.models.graphed import on_graphs
 from tests.models.heads import blocks, tiny
-from tests.models.heads.test_drafts_at_once import CONFIGS, drafts, same_drafts
+from tests.models.heads.test_drafts_at_once import CONFIGS, REQUESTS, drafts, same_drafts
 from tests.models.heads.test_drafts_at_once import HEADS as HEADS_BY_NAME
 from tests.models.plain import text
 from tests.models.test_graphs import META, Guarded, States
@@ -79,7 +79,9 @@ def drawn(stream: PrivateStream | SharedStream, count: int, law: SamplingLaw = F
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("config", ["chain", "tree", "wide tree"])
 def test_heads_draft_as_level_by_level(head: str, config: str, tmp_path: Path) -> None:
-    once, levels = (drafts(tmp_path, CONFIGS[config], head, at_once, on_graphs()) for at_once in (True, False))
+    once, levels = (
+        drafts(tmp_path, CONFIGS[config], head, at_once, on_graphs(), REQUESTS["drawn"]) for at_once in (True, False)
+    )
     same_drafts(once, levels, 1e-6)
 
 

@@ -129,7 +129,7 @@ class DraftBucket:
         sources |= {source_of(draw) for draw in draws}
         levels = max(request.levels for request in requests)
         nodes = width + (levels - 1) * width * width
-        sequences = min(doubled(len(requests), 1), padded(len(requests)))
+        sequences = padded_sequences(len(requests))
         return DraftBucket(
             passes=(
                 *(_coarse(Bucket.of(rows, (), False)) for rows in before),
@@ -188,6 +188,11 @@ def source_of(draws: Draws) -> int:
     return RACE if draws.keys else FRACTION if draws.uniforms else LIKELIEST
 
 
+def padded_sequences(count: int) -> int:
+    """Returns the number of sequences with padding."""
+    return min(doubled(count, 1), padded(count))
+
+
 def padded(rows: int) -> int:
     """Returns the number of rows with padding."""
     return -(-rows // FIXED_ROWS) * FIXED_ROWS
@@ -238,11 +243,11 @@ def link(above: PassPlan, layer: DeeperLayer, replaced: Sequence[Tensor]) -> tup
         The new rows, and the table of ``ROOTS`` and the other fields.
     """
     tokens, sources, roots, count = list[int](), list[int](), list[int](), len(layer.parts)
-    end = 0
+    end, first = 0, padded_sequences(count)  # the first state behind those that come in
     for number, (part, before) in enumerate(zip(layer.parts, above.parts, strict=True)):
         end += before.count
         tokens += above.tokens[end - part.count : end]
-        behind = [number, *range(count + end - before.count, count + end)]
+        behind = [number, *range(first + end - before.count, first + end)]
         roots.append(behind[-1])
         sources += behind[len(behind) - 1 - part.count : -1]
     positions = [row for part in layer.parts for row in range(part.first, part.end)]
