@@ -32,7 +32,9 @@ from foretoken.models.runners import choose
 from foretoken.models.runners.cuda import choice, layout, runner
 from foretoken.models.runners.cuda.graphs import States
 from foretoken.models.runners.cuda.runner import CudaRunner
-from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows
+from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows, TreeRows
+from foretoken.verify.residual import excess, ratio
+from foretoken.verify.tree import _without as without
 
 from .test_graphs import InTorch, memory
 from .tiny import only_runner
@@ -57,7 +59,12 @@ class HostSampling:
 
     @staticmethod
     def chosen(
-        logits: Tensor, rows: SampledRows, narrow: bool, chains: ChainRows | None = None, start: int = 0
+        logits: Tensor,
+        rows: SampledRows,
+        narrow: bool,
+        chains: ChainRows | None = None,
+        start: int = 0,
+        trees: TreeRows | None = None,
     ) -> Tensor:
         kernels, tokens = native.kernels(), torch.full((len(logits),), -1)
         measures = torch.zeros(len(logits), 3, dtype=torch.float64)
@@ -72,6 +79,8 @@ class HostSampling:
             assert narrow or not (request.filter.top_k or request.filter.top_p < 1.0)
             kernels.choose_tokens([request], logits.shape[1])
             tokens[row] = request.token
+            if trees is not None and trees.drawn_from[start + row]:
+                tokens[row] = HostSampling.rejected(logits[row : row + 1], request, trees, start + row)
             if chains is not None:
                 measures[row, 1] = HostSampling.weight(chains, start + row)
                 if address := int(chains.drawn_from[start + row]):
@@ -83,7 +92,30 @@ class HostSampling:
                         start + row,
                     )
                     tokens[row] = token if request.token >= 0 else -1
-        return tokens[:, None] if chains is None else torch.cat((tokens[:, None], measures.view(torch.int64)), 1)
+        measured = chains is not None or trees is not None
+        return torch.cat((tokens[:, None], measures.view(torch.int64)), 1) if measured else tokens[:, None]
+
+    @staticmethod
+    def rejected(logits: Tensor, request: native.TokenRow, trees: TreeRows, row: int) -> int:
+        """Rejects the children of a row one after another. Returns the token that follows then."""
+        kernels = native.kernels()
+        assert kernels is not None
+        (p,), weight = kernels.rows(logits, kept(request)), float(trees.weights[row, 0])
+        q = drawn = memory(int(trees.drawn_from[row]), (logits.shape[1],), torch.float32)
+        for rank, child in enumerate(trees.children[row].tolist()):
+            if child < 0:
+                break
+            token = int(trees.drafted[child])
+            trees.weights[child, 0] = min(1.0, weight * ratio(float(p[token]), float(q[token])))
+            trees.chances[child] = drawn[token]
+            if request.token >= 0:
+                residual, mass = excess(p, q, weight)
+                remaining = mass + (1.0 - weight)
+                weight = mass / remaining if remaining > 0.0 else 1.0
+                p, q = residual / mass if mass > 0.0 else p, without(q, [token])
+            trees.weights[row, rank + 1] = weight
+        (fraction,) = unpack("<d", pack("<Q", request.noise))
+        return kernels.draw(p, fraction)[0] if request.token >= 0 else -1
 
     @staticmethod
     def weight(chains: ChainRows, row: int) -> float:
@@ -100,10 +132,7 @@ class HostSampling:
         kernels, token = native.kernels(), int(chains.drafted[row])
         assert kernels is not None
 
-        class Kept:
-            spec = staticmethod(lambda vocabulary: request.filter)
-
-        (p,) = kernels.rows(logits, Kept)  # type: ignore[arg-type]
+        (p,) = kernels.rows(logits, kept(request))
         above, below = float(p[token]), float(q[token])
         chains.ratios[row] = above / below if above > 0.0 and below > 0.0 else 0.0
         excess, mass = kernels.excess(p, q, HostSampling.weight(chains, row))
@@ -126,6 +155,13 @@ class HostSampling:
             values = bits.view(torch.int64).tolist()
             results[row] = torch.tensor([values[0], request.rank, *ids[row].tolist(), *values[1:]])
         return results
+
+
+def kept(request: native.TokenRow) -> Any:
+    class Kept:
+        spec = staticmethod(lambda vocabulary: request.filter)
+
+    return Kept
 
 
 @dataclass

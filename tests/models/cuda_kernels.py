@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tests.models import recurrent_in_torch
 from tests.models.recurrent_kernels import SIZES, Sequences
-from tests.models.sampled_rows import LAWS, Steps, compare_chains
+from tests.models.sampled_rows import LAWS, Steps, compare_drafts
 from torch import Tensor
 
 from foretoken.core.draft import Draft
@@ -515,11 +515,12 @@ def test_tokens_of_a_vocabulary_of_several_chunks_are_those_of_the_host() -> Non
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize("vocabulary, seeds", [(101, range(4)), (5000, [3])])
-def test_verdicts_on_sampled_chains_are_those_of_the_host(
-    vocabulary: int, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("trees", [False, True])
+def test_verdicts_on_sampled_drafts_are_those_of_the_host(
+    trees: bool, vocabulary: int, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "ROWS_AT_ONCE", 8)
-    assert compare_chains(chooser(), vocabulary, seeds, DEVICE) > 2
+    assert compare_drafts(chooser(), vocabulary, seeds, DEVICE, trees) > 2
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter

@@ -2,22 +2,25 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft, SampledElsewhere
+from foretoken.core.draft import Draft, SampledElsewhere, WithoutReplacement, WithoutReplacementElsewhere
+from foretoken.core.errors import NoTokenAllowed
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, Purpose, Streams
 from foretoken.engine.sequence import ComputedTokens
 from foretoken.engine.step_rows import SequenceRow
 from foretoken.models.base import Scores
-from foretoken.models.chains import ChainRequest, Draws, ModelChain
+from foretoken.models.chains import ChainRequest, Draws, ModelChain, TreeShape
 from foretoken.models.device_drafts import DraftMemory, UnreadChain, UnreadDraft
 from foretoken.models.device_logits import DeviceRows
 from foretoken.models.runners.cuda.choice import DeviceChooser
+from foretoken.verify import tree
 
 LAWS = {
     "plain": SamplingLaw(),
@@ -127,43 +130,96 @@ def sampled_chain(size: int, target: Tensor, law: SamplingLaw, seed: int) -> tup
     return torch.multinomial(q, 1, generator=generator)[:, 0].tolist() if size else [], q
 
 
-def unread(tokens: Sequence[int], q: Tensor, lost: bool, device: torch.device) -> UnreadDraft:
-    """Returns a sampled chain that lies on a device. ``lost``: it has one level more, where no token is possible."""
+def sampled_tree(size: int, target: Tensor, law: SamplingLaw, seed: int) -> tuple[list[int], list[int], Tensor]:
+    """Returns tokens and parents of a tree whose siblings were sampled without replacement, and their distributions."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    near = target + torch.randn(target.shape, generator=generator) * (seed % 3) / 2
+    q, tokens, parents = law.probs(near, ()), list[int](), list[int]()
+    left = q.clone()
+    while len(tokens) < size:
+        parent = rng.randrange(-1, len(tokens))
+        if parents.count(parent) < 3 and left[parent + 1].count_nonzero():
+            tokens.append(int(torch.multinomial(left[parent + 1], 1, generator=generator)))
+            parents.append(parent)
+            left[parent + 1, tokens[-1]] = 0.0
+    return tokens, parents, q
+
+
+def unread(
+    tokens: Sequence[int], q: Tensor, lost: bool, device: torch.device, parents: Sequence[int] = ()
+) -> UnreadDraft:
+    """Returns a sampled chain or tree that lies on a device. ``lost``: it has one node more, which is not there."""
     count = len(tokens) + lost
     nodes = torch.ones(3, 1, count, dtype=torch.int32)
     nodes[0, 0] = torch.tensor([*tokens, *[0] * lost])
-    nodes[2, 0] = torch.tensor([0.5] * len(tokens) + [torch.nan] * lost).view(torch.int32)
+    nodes[2, 0] = torch.tensor([0.5] * len(tokens) + [-torch.inf if parents else torch.nan] * lost).view(torch.int32)
     rows = torch.cat((q, q.new_full((int(lost), q.shape[1]), torch.nan)))
     request = ChainRequest(count, Draws(SamplingLaw().kept, uniforms=[0.5] * count, rows=True))
+    if parents:
+        nodes[1, 0] = torch.tensor([node - parent for node, parent in enumerate([*parents, *[-1] * lost])])
+        request = replace(request, tree=TreeShape(3, max(Draft.tree(tokens, parents).depths), kind="sampled"))
     chain = UnreadChain(DraftMemory(nodes.to(device), rows[None].to(device)), 0, request)
 
     def finish(drafted: ModelChain) -> Draft:
+        if parents:
+            assert isinstance(drafted.rows, WithoutReplacementElsewhere) and drafted.parents == list(parents)
+            return Draft(tuple(drafted.tokens), tuple(drafted.parents), drafted.rows)
         assert isinstance(drafted.rows, SampledElsewhere)
         return Draft.chain(drafted.tokens, drafted.rows)
 
     return UnreadDraft(chain, finish)
 
 
-def compare_chains(chooser: DeviceChooser, vocabulary: int, seeds: Sequence[int], device: torch.device) -> int:
-    """Compares verdicts on sampled chains with the CPU's. Returns the number of accepted tokens."""
+def depths_of(nodes: Tensor) -> Tensor:
+    """Returns the depth of each row [fields, rows], the first of which is the root's."""
+    depths = [0]
+    for row, up in enumerate(nodes[1, 1:].tolist(), 1):
+        depths.append(depths[row - up] + 1)
+    return torch.tensor(depths)
+
+
+def verdict_on_tree(draft: Draft, probs: Tensor, stream: PrivateStream) -> tuple[tuple[int, ...], int]:
+    """Returns the path and the token behind it, -1 where none is possible."""
+    try:
+        verdict = tree.traversal(draft, probs, stream)
+    except NoTokenAllowed:
+        return (), -1
+    return verdict.path, verdict.token
+
+
+def compare_drafts(
+    chooser: DeviceChooser, vocabulary: int, seeds: Sequence[int], device: torch.device, trees: bool
+) -> int:
+    """Compares verdicts on sampled chains or trees with the CPU's. Returns the number of accepted tokens."""
     kernels, laws = native.kernels(), [law for law in LAWS.values() if not (law.greedy or law.adjusts)]
     assert kernels is not None
     accepted = 0
     for seed in seeds:
-        sizes, targets, drafts, expected = list[int](), list[Tensor](), list[UnreadDraft](), list[tuple[int, int]]()
-        requests = list[SequenceRow]()
+        sizes, targets, drafts, requests = list[int](), list[Tensor](), list[UnreadDraft](), list[SequenceRow]()
+        expected = list[tuple[tuple[int, ...], int]]()
         for number, law in enumerate(laws):
             size, streams, position = (seed + 3 * number) % 6 + 1, Streams(seed * 11 + number), seed % 5
             target = logits(size + 1, vocabulary, seed + number)
-            tokens, q = sampled_chain(size, target, law, seed + number)
+            parents = list[int]()
+            if trees:
+                size *= 2
+                target = logits(size + 1, vocabulary, seed + number)
+                tokens, parents, q = sampled_tree(size, target, law, seed + number)
+            else:
+                tokens, q = sampled_chain(size, target, law, seed + number)
             target[size // 2] += torch.nan if seed % 4 == 2 else 0.0  # no token is possible there
-            draft = unread(tokens, q, seed % 4 == 3, device)
+            draft = unread(tokens, q, seed % 4 == 3, device, parents)
             private = streams.private(Purpose.VERIFY, position)
             assert isinstance(private, PrivateStream)
-            expected.append(kernels.verify_chain(target, tokens, q, law.kept, private.key))
+            if trees:
+                fixed = Draft(tuple(tokens), tuple(parents), WithoutReplacement(q))
+                expected.append(verdict_on_tree(fixed, law.probs(target, ()), private))
+            else:
+                count, token = kernels.verify_chain(target, tokens, q, law.kept, private.key)
+                expected.append((tuple(range(count)), token))
             context = Context(number, [1] * (2 + position), 2, law, streams)
             requests.append(SequenceRow(context, None, vocabulary))
-            requests[-1].blocks = True
+            requests[-1].blocks = requests[-1].trees = True
             rows = torch.cat((target, target[:1])) if draft.limit > size else target
             sizes.append(draft.limit + 1), targets.append(rows), drafts.append(draft)
         drafted = torch.zeros(sum(sizes), 4, dtype=torch.int64)
@@ -171,7 +227,7 @@ def compare_chains(chooser: DeviceChooser, vocabulary: int, seeds: Sequence[int]
             torch.cat((torch.zeros(3, 1, dtype=torch.int32), d.source._memory.nodes[:, 0].cpu()), 1) for d in drafts
         ]
         drafted[:, :3] = torch.cat(nodes, 1).T
-        drafted[:, 3] = torch.cat([torch.arange(size) for size in sizes])
+        drafted[:, 3] = torch.cat([depths_of(each) for each in nodes])
         placed = DeviceRows(torch.cat(targets).to(device), chooser, drafted=drafted.to(device)).split(sizes)
         asked = [
             request.update(draft, Scores(rows)) for request, draft, rows in zip(requests, drafts, placed, strict=True)
@@ -180,10 +236,11 @@ def compare_chains(chooser: DeviceChooser, vocabulary: int, seeds: Sequence[int]
         for request, draft, verdict in zip(requests, drafts, expected, strict=True):
             result = request.result()
             if verdict[1] < 0:
-                assert result is None and len(draft.law.probs) == len(draft)  # for the host, which verifies it again
+                # for the host, which verifies it again
+                assert result is None and len(draft.law.probs) == max(draft.parents) + 2  # type: ignore[union-attr]
                 continue
-            assert result is not None and (len(result.path), result.rows[-1].token) == verdict
-            assert [row.token for row in result.rows[:-1]] == list(draft.ids[: len(result.path)])
+            assert result is not None and (result.path, result.rows[-1].token) == verdict
+            assert [row.token for row in result.rows[:-1]] == [draft.ids[node] for node in result.path]
             assert all(0.0 < (draft.chance(node) or 0.0) <= 1.0 for node in result.path)
             accepted += len(result.path)
     return accepted

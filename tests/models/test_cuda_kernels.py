@@ -39,8 +39,8 @@ def compiled_for_a_gpu(
 
 INTEGERS = ("addresses", "sources", "noise", "top_k", "places", "winners", "best", "tokens", "ids", "last")
 INTEGERS += ("drawn_from", "drafted", "firsts", "values", "nodes", "strides", "positions", "counts", "ends", "prefixes")
-INTEGERS += ("paths",)
-DOUBLES = ("mass", "masses", "totals", "plain", "weights", "ratios", "chances")
+INTEGERS += ("paths", "children", "depths", "of_children")
+DOUBLES = ("mass", "masses", "totals", "plain", "weights", "ratios", "chances", "rests", "of_trees", "excesses")
 OF_TOKENS = (
     "_gather",
     "_look",
@@ -49,6 +49,8 @@ OF_TOKENS = (
     "_narrow",
     "_ratio",
     "_weigh",
+    "_sum_excess",
+    "_reject",
     "_draw",
     "_pick",
     "_total",
@@ -62,10 +64,12 @@ def test_kernels_of_tokens_compile(name: str) -> None:
     triton = pytest.importorskip("triton", reason="Triton is on Linux alone")
     kernel = getattr(sampling_kernels() if name in OF_TOKENS else attention_kernels(), name)
     sizes = {"CHUNKS": 5, "WIDE": 8, "SIZE": 5000, "LENGTH": 1024, "PARTS": 5, "COUNT": 4, "TREES": True}
-    sizes |= {"SAMPLED": True, "WIDTH": 4096, "BLOCK": 1024, "TYPE": triton.language.bfloat16}
+    sizes |= {"RANKS": 4, "SAMPLED": True, "WIDTH": 4096, "BLOCK": 1024, "TYPE": triton.language.bfloat16}
     constants = {key: value for key, value in sizes.items() if key in kernel.arg_names}
     kinds = dict.fromkeys(INTEGERS, "*i64") | dict.fromkeys(DOUBLES, "*fp64") | dict.fromkeys(constants, "constexpr")
-    kinds |= {"start": "i32", "path_stride": "i32"} | ({"result": "*i64"} if name == "_read_nodes" else {})
+    kinds |= dict.fromkeys(("start", "depth", "rank", "path_stride"), "i32") | (
+        {"result": "*i64"} if name == "_read_nodes" else {}
+    )
     signature = {key: kinds.get(key, "*fp32") for key in kernel.arg_names}
     ptx = compiled_for_a_gpu(kernel, signature, constants, {}, num_warps=4, enable_fp_fusion=False)["ptx"]
     assert ptx.count("fma.rn.f32") % 8 == 0, "more is fused than in the CPU's exponential"

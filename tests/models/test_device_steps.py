@@ -30,7 +30,7 @@ from foretoken.models.runners.cuda import choice, runner
 from foretoken.models.runners.cuda.choice import DeviceChooser
 from foretoken.models.runners.cuda.graphs import Graphs, Inputs
 from foretoken.models.runners.functional import best
-from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows
+from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows, TreeRows
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.recycling import Recycling
@@ -182,6 +182,7 @@ OTHERS = [
         *product(MODELS, ("greedy", "sampled", "filtered", "unscaled")),
         *product(OTHERS, ("greedy", "filtered", "unscaled")),
         *product(("draft model: top_k", "EAGLE-3: top_k"), ("coupled", "unscaled coupled")),
+        *product(("draft model: sampled", "EAGLE-3: sampled"), ("filtered", "unscaled")),
         *product(("draft model: ranked", "EAGLE-3: at_once"), ("greedy, filtered", "unscaled, greedy")),
     ],
 )
@@ -204,7 +205,7 @@ def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
 
 
 @pytest.mark.parametrize("text", ["greedy", "coupled", "unscaled coupled", "sampled", "filtered", "unscaled"])
-@pytest.mark.parametrize("drafter", [*MODELS[:3], "DSpark: chain", "P-EAGLE: top_k"])
+@pytest.mark.parametrize("drafter", [*MODELS[:3], "draft model: sampled", "DSpark: chain", "P-EAGLE: top_k"])
 def test_drafts_that_stay_on_the_device_change_no_token(
     drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,9 +302,14 @@ class OnMeta:
 
     @staticmethod
     def chosen(
-        logits: Tensor, rows: SampledRows, narrow: bool, chains: ChainRows | None = None, start: int = 0
+        logits: Tensor,
+        rows: SampledRows,
+        narrow: bool,
+        chains: ChainRows | None = None,
+        start: int = 0,
+        trees: TreeRows | None = None,
     ) -> Tensor:
-        return torch.empty(len(logits), 1 if chains is None else 4, dtype=torch.int64, device=META)
+        return torch.empty(len(logits), 4 if chains or trees else 1, dtype=torch.int64, device=META)
 
     @staticmethod
     def nodes(addresses: Tensor) -> Tensor:
@@ -314,13 +320,16 @@ class OnMeta:
         return torch.cat((tokens[:, None], tokens[:, None], ids, ids), 1)
 
 
-@pytest.mark.parametrize("unread, sampled, columns", [(False, False, 11), (True, False, 14), (True, True, 17)])
+@pytest.mark.parametrize(
+    "unread, sampled, ranks, columns",
+    [(False, False, 0, 11), (True, False, 0, 14), (True, True, 0, 17), (True, False, 3, 17)],
+)
 def test_captured_choices_never_need_the_host(
-    unread: bool, sampled: bool, columns: int, monkeypatch: pytest.MonkeyPatch
+    unread: bool, sampled: bool, ranks: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "sampling_kernels", lambda: OnMeta)
     bucket = choice.ChoiceBucket(
-        rows=128, vocabulary=101, narrow=True, listed=4, changes=1024, unread=unread, sampled=sampled
+        rows=128, vocabulary=101, narrow=True, listed=4, changes=1024, unread=unread, sampled=sampled, ranks=ranks
     )
     table = torch.zeros(sum(bucket.sizes), dtype=torch.int64, device=META)
     with NothingListed(), NothingMixed():

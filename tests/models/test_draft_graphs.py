@@ -1,6 +1,8 @@
 """Drafts of all levels in one CUDA graph: those of a pass for each level, with one launch and one read-back."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,6 @@ HEADS = (
     "MTP",
     "MTP, two layers",
 )
-DRAWN = ("sampled", "greedy_multi")  # kinds of trees that are drafted level by level
 FILTERED = SamplingLaw(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01)
 
 
@@ -76,8 +77,13 @@ def drawn(stream: PrivateStream | SharedStream, count: int, law: SamplingLaw = F
     return ChainRequest(count, Draws(law.kept, uniforms=stream.uniforms(count), rows=True))
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("config", ["chain", "tree", "wide tree"])
+@pytest.mark.parametrize(
+    "head, config",
+    [
+        *product(HEADS, ("chain", "tree", "wide tree")),
+        *product(("EAGLE-3, few tokens", "P-EAGLE", "MTP, two layers"), ("sampled tree", "greedy_multi tree")),
+    ],
+)
 def test_heads_draft_as_level_by_level(head: str, config: str, tmp_path: Path) -> None:
     once, levels = (
         drafts(tmp_path, CONFIGS[config], head, at_once, on_graphs(), REQUESTS["drawn"]) for at_once in (True, False)
@@ -85,9 +91,7 @@ def test_heads_draft_as_level_by_level(head: str, config: str, tmp_path: Path) -
     same_drafts(once, levels, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "case", [name for name, (config, *_, at_once) in CASES.items() if at_once and config.tree not in DRAWN]
-)
+@pytest.mark.parametrize("case", [name for name, (*_, at_once) in CASES.items() if at_once])
 def test_draft_models_draft_as_level_by_level(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, requests, vocab, _ = CASES[case]
     with on_graphs() as recorders:
@@ -254,6 +258,12 @@ CAPTURED = {
     "sampled": [drawn(PrivateStream(1), 5, SamplingLaw()), ChainRequest(3)],
     "filtered and raced": [drawn(PrivateStream(1), 5), drawn(SharedStream(1, 2), 4)],
     "trees": [TREE, TREE],
+    "trees and chains": [TREE, drawn(PrivateStream(1), 5)],
+    "sampled trees": [
+        replace(drawn(PrivateStream(1), 9), tree=TreeShape(3, 4, kind="sampled")),
+        replace(drawn(PrivateStream(1), 6, SamplingLaw()), tree=TreeShape(3, 2, kind="sampled")),
+    ],
+    "greedy_multi trees": [replace(drawn(PrivateStream(1), 9), tree=TreeShape(3, 4, kind="greedy_multi"))] * 2,
 }
 
 

@@ -35,8 +35,8 @@ class Sampled:
     probs: Tensor
 
 
-class SampledElsewhere(Sampled):
-    """The distributions of ``Sampled``, on a device until they are read.
+class Elsewhere:
+    """Distributions of a draft on a device, until they are read.
 
     Args:
         read: Returns them.
@@ -50,7 +50,7 @@ class SampledElsewhere(Sampled):
         self.__dict__.update(_read=read, _rows=None, _chances=())  # the base class is frozen
 
     def drop(self, chances: Sequence[float]) -> None:
-        """Frees the distributions of a verified chain, of which only the probabilities of its tokens are kept."""
+        """Frees the distributions of a verified draft, of which only the probability of each node's token is kept."""
         self.__dict__.update(_read=None, _chances=chances)
 
     @property
@@ -62,9 +62,13 @@ class SampledElsewhere(Sampled):
         assert self._rows is not None
         return self._rows
 
-    def chance(self, row: int, token: int) -> float:
-        """Returns the probability of the draft's token that was sampled from a row."""
-        return self._chances[row] if self._chances else float(self.probs[row, token])
+    def chance(self, node: int, row: int, token: int) -> float:
+        """Returns the probability with which a node's token was sampled from a row."""
+        return self._chances[node] if self._chances else float(self.probs[row, token])
+
+
+class SampledElsewhere(Elsewhere, Sampled):
+    """``Sampled`` with distributions on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,10 @@ class WithoutReplacement:
     """Like ``Sampled``, but siblings were sampled one after another without replacement (Sequoia, 2402.12374)."""
 
     probs: Tensor  # [rows, V]
+
+
+class WithoutReplacementElsewhere(Elsewhere, WithoutReplacement):
+    """``WithoutReplacement`` with distributions on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +199,8 @@ class Draft:
         """Returns the probability with which the token of ``node`` was sampled, None for a fixed candidate."""
         if isinstance(self.law, PointMass):
             return None
-        if isinstance(self.law, SampledElsewhere):
-            return self.law.chance(self.parents[node] + 1, self.ids[node])
+        if isinstance(self.law, Elsewhere):
+            return self.law.chance(node, self.parents[node] + 1, self.ids[node])
         return float(self.law.probs[self.parents[node] + 1, self.ids[node]])
 
     @cached_property

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft, PointMass, Sampled
+from foretoken.core.draft import Draft, PointMass, Sampled, WithoutReplacement
 from foretoken.core.native import sampling as native
 from foretoken.core.native.sampling import DraftNodes, Noise, TokenRow
 from foretoken.core.streams import Purpose, Streams, purpose_key
@@ -35,6 +35,7 @@ class SequenceRow:
     Attributes:
         row: The request; None if the kernels cannot choose the token.
         blocks: Whether the device may verify sampled chains.
+        trees: Whether it may verify sampled trees.
         masks: Whether only the host's kernels can, with any draft: a mask has an element for each token.
     """
 
@@ -47,7 +48,7 @@ class SequenceRow:
         self._history = context.history() if law.needs_history else None
         self._nodes, self._levels, self._path = DraftNodes(), list[TokenRow](), array("i")
         self._held: tuple[object, ...] = ()  # arrays that the nodes point to
-        self.masks = self.blocks = False
+        self.masks = self.blocks = self.trees = False
         if self.row is not None:
             self.row.tensor = None  # each step has its own logits
             if (change := self.row.adjustment) is not None:
@@ -65,6 +66,8 @@ class SequenceRow:
             return None
         result = cls(context, sequence.options.logprobs, scores.vocab)
         sampled = rule(Sampled(no_logits(1)), context.exactness)
+        without = rule(WithoutReplacement(no_logits(1)), context.exactness)
+        result.trees = without is VERIFIERS["traversal"] and not sequence.options.reads_logits
         result.blocks = sampled is VERIFIERS["block"] and not sequence.options.reads_logits
         return None if result.row is None else result
 
@@ -96,7 +99,7 @@ class SequenceRow:
         assert self.row is not None
         if self.masks or self.row.changes or not draft.unread or not isinstance(scores.rows, DeviceRows):
             return False
-        if draft.source.sampled and not self.blocks:
+        if draft.source.sampled and not (self.trees and draft.source.siblings if draft.tree_depth else self.blocks):
             return False
         self.row.node = scores.rows.node_address
         return scores.chooser is not None and self.row.node > 0

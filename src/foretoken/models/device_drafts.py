@@ -1,6 +1,7 @@
 """Drafts that stay on a device until the host reads them, mostly with the results of the pass that verifies them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import overload
 
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.devices import fetched
-from foretoken.core.draft import Draft, SampledElsewhere
+from foretoken.core.draft import Draft, SampledElsewhere, WithoutReplacementElsewhere
 from foretoken.models.chains import ChainRequest, ModelChain
 
 # Fields of a node, int32: its token, the number of nodes back to its parent (the root is before all nodes), a float32.
@@ -70,12 +71,18 @@ class UnreadChain:
 
     @property
     def sampled(self) -> bool:
-        """Whether the draft has the distributions of its tokens."""
+        """Whether the draft has the distributions that its tokens were sampled from."""
         return self._request.draws is not None and self._request.draws.rows
 
     @property
+    def siblings(self) -> int:
+        """The largest number of siblings of a tree sampled without replacement; 0 for other drafts."""
+        tree = self._request.tree
+        return tree.width if tree is not None and tree.kind == "sampled" else 0
+
+    @property
     def distributions(self) -> Tensor:
-        """Distributions of the tokens of a sampled chain on the device, [nodes, V]."""
+        """These distributions on the device, [rows, V]."""
         assert self._memory is not None and self._memory.rows is not None
         return self._memory.rows[self._number]
 
@@ -107,6 +114,10 @@ class UnreadChain:
             self._chain = chain_of(self._request, tokens.tolist(), scores.view(np.float32).tolist(), rows)
         else:
             self._chain = tree_of(self._request, tokens, up, scores.view(np.float32))
+            if self.sampled and self._chain.tokens:
+                read = partial(self._memory.read_rows, self._number, max(self._chain.parents) + 2)
+                law = WithoutReplacementElsewhere(read) if self.siblings else read()
+                self._chain = replace(self._chain, rows=law)
         self._memory = None
 
 

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.distributions import Law, NodeDistributions
-from foretoken.core.draft import Draft, PointMass, ProposalLaw, Sampled, SampledElsewhere, log_scores
+from foretoken.core.draft import (
+    Draft,
+    PointMass,
+    ProposalLaw,
+    Sampled,
+    SampledElsewhere,
+    WithoutReplacementElsewhere,
+    log_scores,
+)
 from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Stream
@@ -67,6 +75,7 @@ class Chain:
         return request_of(law, self.context, budget, draws_of(law, self.stream, budget, self.sampled))
 
     def take(self, chain: ModelChain) -> None:
+        assert not isinstance(chain.rows, WithoutReplacementElsewhere)
         self.tokens, self.stopped, self.stacked = chain.candidates or chain.tokens, chain.ended, chain.rows
         self.claims = chain.probabilities
 
@@ -220,8 +229,7 @@ def draft_at_once(
     for _, grower in active:
         if (request := grower.request()) is None:
             return None
-        sampled_tree = request.tree is not None and request.tree.kind != "ranked"
-        if (sampled_tree or request.changes) and not model.adapts_levels:
+        if request.changes and not model.adapts_levels:
             return None
         if (request.draws or request.changes) and vocab < vocab_size:  # rows would lack tokens of the target
             return None

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft, ProposalLaw, TopPlusSampled, WithoutReplacement, log_scores
 from foretoken.core.streams import Stream
+from foretoken.models.chains import LATER, MAX_FIRST, MIN_FIRST, TYPICAL
 from foretoken.propose.tree import Growth
-
-# Measured with a 1 M draft of a 15 M target. Acceptance of a sampled token x: about MIN_FIRST + (MAX_FIRST - MIN_FIRST)
-# q(x)^2; of a later sibling after those before it were rejected: LATER; of a first child not sampled yet: TYPICAL.
-MIN_FIRST, MAX_FIRST = 0.5, 0.95
-LATER = (0.28, 0.19, 0.14, 0.1)
-TYPICAL = 0.7
 
 DrawnTreeKind = Literal["sampled", "greedy_multi"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken.core.checks import integer
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import Law
-from foretoken.core.draft import Draft
+from foretoken.core.draft import Draft, ProposalLaw
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose
@@ -134,8 +134,9 @@ class SampledTreeGrower(TreeGrower):
 
     def take(self, chain: ModelChain) -> None:
         self.drafted = Draft.empty()
-        if chain.tokens and isinstance(chain.rows, Tensor):
-            law, scores = self.tree.law(chain.rows), tuple(chain.probabilities)
+        law: ProposalLaw | None = self.tree.law(chain.rows) if isinstance(chain.rows, Tensor) else chain.rows
+        if chain.tokens and law is not None:
+            scores = tuple(chain.probabilities)
             self.drafted = Draft(tuple(chain.tokens), tuple(chain.parents), law, scores)
 
     @property

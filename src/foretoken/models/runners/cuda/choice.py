@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.devices import fetched
-from foretoken.core.draft import SampledElsewhere
+from foretoken.core.draft import Elsewhere
 from foretoken.core.native.sampling import Adjustment, DraftNodes, TokenRow, TokenSource
 from foretoken.core.streams import GOLDEN, PrivateStream, Uniform, splitmixed, step_keys
-from foretoken.models.device_drafts import FIELDS, SCORE, TOKEN, UnreadDraft
+from foretoken.models.device_drafts import FIELDS, SCORE, TOKEN, UP, UnreadDraft
 from foretoken.models.runners.cuda.graphs import Graphs, Inputs, States
 from foretoken.models.runners.functional import ranked
 from foretoken.models.runners.triton_kernels import sampling_kernels
-from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows
+from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows, TreeRows
 from foretoken.models.runners.triton_kernels.steps import doubled
 
 MIN_ROWS, MIN_CHANGES = 8, 1024  # doubled until all fit
 ROWS_AT_ONCE = 64  # bounds the memory of a graph
-ROW_FIELDS, CHANGE_FIELDS = (7, 3), (4, 4)  # numbers of int64 and of float32 that a row has, and a change
+ROW_FIELDS, CHANGE_FIELDS = (8, 3), (4, 4)  # numbers of int64 and of float32 that a row has, and a change
 BANNED, BIASED, SEEN, TIMES, BIAS, REPETITION, FREQUENCY, PRESENCE = range(8)  # fields of changes
 MEASURES = 3  # of rows beside the token, for sampled chains
 NODE_VALUES = FIELDS + 1  # of a node that a pass has read: its fields and its depth, int64
@@ -49,6 +49,13 @@ class ChoiceBucket:
     changes: int  # number of changed logits, padding included; 0 for none
     unread: bool  # whether there are drafts that the host has not read
     sampled: bool  # whether any of these is a sampled chain
+    ranks: int = 0  # the largest number of siblings in a sampled tree; 0 without such trees
+    deepest: int = 0  # the largest depth of a node that has children in such a tree
+
+    @property
+    def measured(self) -> bool:
+        """Whether rows have measures."""
+        return self.sampled or self.ranks > 0
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -94,16 +101,20 @@ class DeviceChooser:
             changes=doubled(changes.count, MIN_CHANGES) if changes.count else 0,
             unread=any(walk.unread is not None for walk in walks),
             sampled=any(walk.sampled for walk in walks),
+            ranks=max(walk.ranks for walk in walks),
+            deepest=max(walk.deepest for walk in walks),
         )
         table = self._filled(bucket, walks, changes)
         results = fetched(self._graphs.run(bucket, Inputs(table), lambda inputs: _compute(inputs, bucket))[RESULTS])
         numbers, at = results.numpy(), 0
         for walk in walks:
             part = numbers[at : (at := at + walk.count)]
-            measured = 1 + MEASURES * bucket.sampled
+            measured = 1 + MEASURES * bucket.measured
             if walk.unread is not None:
                 walk.receive(part[1:, measured : measured + FIELDS])
-            if walk.sampled:
+            if walk.ranks:
+                walk.verify_tree(part[:, :measured])
+            elif walk.sampled:
                 walk.verify(part[:, :measured])
             else:
                 described = part[:, measured + FIELDS * bucket.unread :]
@@ -128,6 +139,7 @@ class DeviceChooser:
             nodes,
             np.where(nodes, np.repeat(np.cumsum([0, *counts[:-1]]), counts), np.arange(sum(counts))),
             np.concatenate([walk.drawn_from for walk in walks]),
+            each([walk.ranks for walk in walks]),
             np.concatenate([walk.addresses for walk in walks]),
             sources,
             noise(bits, positions, depths, sources == TokenSource.RACE).view(np.int64),
@@ -157,27 +169,64 @@ def _compute(inputs: Inputs, bucket: ChoiceBucket) -> States:
         has not read all of them, and log-probabilities.
     """
     fields, changed = bucket.fields(inputs.table)
-    (nodes, firsts, drawn_from, *fields), kernels, size = fields, sampling_kernels(), bucket.vocabulary
-    chains, parts = None, list[Tensor]()
+    (nodes, firsts, drawn_from, ranks, *fields), kernels, size = fields, sampling_kernels(), bucket.vocabulary
+    chains, trees, parts = None, None, list[Tensor]()
     drafted = kernels.nodes(nodes) if bucket.unread else None
     if drafted is not None:  # the noise of a node is in the row whose distance from the root's is the node's depth
-        fields[NOISE] = fields[NOISE].take(firsts + drafted[:, FIELDS])
+        row = torch.arange(bucket.rows, device=nodes.device)
+        fields[NOISE] = fields[NOISE].take((firsts + drafted[:, FIELDS]).where(ranks == 0, row))  # of trees in its own
         if bucket.sampled:
             below = drafted.roll(-1, 0)  # the node below each row; the last row of a chain has none
-            there = ~below[:, SCORE].int().view(torch.float32).isnan()
+            there = ~below[:, SCORE].int().view(torch.float32).isnan() & (ranks == 0)
             ratios = torch.zeros(bucket.rows, dtype=torch.float64, device=nodes.device)
             chains = ChainRows(drawn_from.where(there, 0), below[:, TOKEN].contiguous(), firsts, ratios)
+        if bucket.ranks:
+            trees = _tree_rows(drafted, (ranks > 0) & (nodes != 0), drawn_from, bucket)
     for start in range(0, bucket.rows, ROWS_AT_ONCE):
         rows = SampledRows(*(field[start : start + ROWS_AT_ONCE] for field in fields))
         logits = kernels.gathered(rows, size)
         after = applied(logits, changed, start * size) if bucket.changes else logits
-        results = [kernels.chosen(after, rows, bucket.narrow, chains, start)]
+        results = [kernels.chosen(after, rows, bucket.narrow, chains, start, trees)]
+        if trees is not None:
+            part = slice(start, start + ROWS_AT_ONCE)
+            measures = trees.measures(part).view(torch.int64).where(ranks[part, None] > 0, results[0][:, 1:])
+            results = [results[0][:, :1], measures]
         if drafted is not None:
             results.append(drafted[start : start + ROWS_AT_ONCE, :FIELDS])
         if bucket.listed >= 0:
             results.append(kernels.described(logits, results[0][:, 0], ranked(logits, bucket.listed)))
         parts.append(torch.cat(results, 1))
     return {RESULTS: torch.cat(parts)}
+
+
+def _tree_rows(drafted: Tensor, in_tree: Tensor, drawn_from: Tensor, bucket: ChoiceBucket) -> TreeRows:
+    """Returns the rows of sampled trees.
+
+    Args:
+        drafted: the fields of each row's node and its depth, [rows, 4].
+        in_tree: whether a row may be that of a node of such a tree, [rows].
+        drawn_from: see ``TreeRows``; of all rows that have a distribution.
+    """
+    rows, ranks, row = bucket.rows, bucket.ranks, torch.arange(bucket.rows, device=drafted.device)
+    there = in_tree & (drafted[:, SCORE].int().view(torch.float32) > -torch.inf)
+    above = (row - drafted[:, UP]).where(there, -1)
+    siblings = (above[:, None] == above[None]) & there[:, None] & (row[:, None] > row[None])
+    index = (above * ranks + siblings.sum(1)).where(there, rows * ranks)
+    children = torch.full_like(row, -1).repeat(ranks + 1)[: rows * ranks + 1].scatter_(0, index, row)[:-1]
+    children = children.view(rows, ranks)
+    weights = torch.ones(rows, ranks + 1, dtype=torch.float64, device=row.device)
+    masses, rests = torch.zeros(2, rows, ranks, dtype=torch.float64, device=row.device)
+    return TreeRows(
+        drawn_from.where(children[:, 0] >= 0, 0),
+        drafted[:, TOKEN].contiguous(),
+        children,
+        drafted[:, FIELDS].contiguous(),
+        weights,
+        masses,
+        rests,
+        torch.zeros_like(weights[:, 0]),
+        bucket.deepest,
+    )
 
 
 class Walk:
@@ -191,6 +240,8 @@ class Walk:
         parents: the node above each; -1 for the root.
         unread: the draft, if the host has not read it.
         sampled: whether it is a sampled chain.
+        ranks: the largest number of siblings of a sampled tree; 0 for other drafts.
+        deepest: the largest depth of a node that has children in a sampled tree.
         drawn_from: address of the distribution of the token below each row of a sampled chain; 0 for none.
         count: number of rows.
         nodes: address of each row's node on the device, if the host has not read it; else 0.
@@ -203,7 +254,10 @@ class Walk:
         self.tokens, self.parents = list[int](), list[int]()
         self._nodes: DraftNodes | None = None
         self.unread: UnreadDraft | None = request.unread if request.below else None
-        self.sampled = self.unread is not None and self.unread.source.sampled
+        self.sampled, self.ranks, self.deepest = False, 0, 0
+        if self.unread is not None and self.unread.source.sampled:
+            self.ranks, self.deepest = self.unread.source.siblings, max(0, self.unread.source.tree_depth - 1)
+            self.sampled = not self.ranks
         depths = [request.index]
         if request.below:
             nodes = self._nodes = DraftNodes.from_address(request.below)
@@ -221,7 +275,7 @@ class Walk:
             np.where(rows, request.node + 8 * NODE_VALUES * (rows - 1), 0) if self.unread is not None else 0 * rows
         )
         self.addresses, self.drawn_from = request.logits + 4 * stride * rows, 0 * rows
-        if self.unread is not None and self.sampled:
+        if self.unread is not None and (self.sampled or self.ranks):
             q = self.unread.source.distributions
             self.drawn_from[:-1] = q.data_ptr() + 4 * q.stride(0) * rows[:-1]
 
@@ -240,11 +294,8 @@ class Walk:
         Args:
             results: [rows, 4], see ``chosen`` of ``triton_kernels/sampling.py``.
         """
-        row, count = self.request, len(self.tokens)
-        assert self._nodes is not None and self.unread is not None
+        count, stream = len(self.tokens), self._stream
         masses, weights, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
-        (key,) = step_keys(np.array([row.noise], np.uint64), np.array([row.position]))
-        stream = PrivateStream(int(key))
         reached = [*weights[: count + 1], 0.0].index(0.0)  # a weight of 0 stays 0
         accepted = count
         if reached <= count or not stream.uniform(count).below(weights[count]):
@@ -252,15 +303,52 @@ class Walk:
             rows = [*zip(weights, masses, results[:, 0] >= 0, strict=True)]
             while accepted and not _leaves(stream.uniform(accepted), *rows[accepted]):
                 accepted -= 1
+        self._accept([*range(accepted)], int(results[accepted, 0]), chances[:count].tolist())
+
+    def verify_tree(self, results: NDArray[np.int64]) -> None:
+        """Writes the verdict of traversal verification on a sampled tree, as ``verify/tree.py``.
+
+        Args:
+            results: [rows, 4], the token of each row and ``TreeRows.measures``.
+        """
+        reached, weights, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
+        path, stream = [-1], self._stream
+        untested = [iter([node for node, above in enumerate(self.parents) if above == -1])]
+        while True:
+            child = next(untested[-1], None)
+            if child is not None:
+                if reached[child + 1] > 0.0:
+                    path.append(child)
+                    untested.append(iter([node for node, above in enumerate(self.parents) if above == child]))
+            elif path[-1] < 0 or stream.bernoulli(weights[path[-1] + 1], path[-1] + 1):
+                break
+            else:
+                path.pop()
+                untested.pop()
+        self._accept(path[1:], int(results[path[-1] + 1, 0]), chances[1 : 1 + len(self.tokens)].tolist())
+
+    @property
+    def _stream(self) -> PrivateStream:
+        """The random numbers of the verification."""
+        (key,) = step_keys(np.array([self.request.noise], np.uint64), np.array([self.request.position]))
+        return PrivateStream(int(key))
+
+    def _accept(self, path: Sequence[int], token: int, chances: Sequence[float]) -> None:
+        """Writes the accepted nodes and the token behind them.
+
+        Args:
+            chances: the draft's probability of each node's token.
+        """
+        assert self._nodes is not None and self.unread is not None
         pointers = (c_void_p * self._nodes.deepest).from_address(self._nodes.rows)
-        levels = [row, *(TokenRow.from_address(pointers[depth]) for depth in range(accepted))]
-        for level, token in zip(levels, [*self.tokens[:accepted], results[accepted, 0]], strict=True):
-            level.token = token
-        self._nodes.path_count = accepted
-        (c_int32 * accepted).from_address(self._nodes.path)[:] = list(range(accepted))
+        levels = [self.request, *(TokenRow.from_address(pointers[depth]) for depth in range(len(path)))]
+        for level, number in zip(levels, [*(self.tokens[node] for node in path), token], strict=True):
+            level.token = number
+        self._nodes.path_count = len(path)
+        (c_int32 * len(path)).from_address(self._nodes.path)[:] = list(path)
         law = self.unread.law
-        if results[accepted, 0] >= 0 and isinstance(law, SampledElsewhere):
-            law.drop(chances[:count].tolist())
+        if token >= 0 and isinstance(law, Elsewhere):
+            law.drop(chances)
 
     def follow(self, results: NDArray[np.int64], listed: int) -> None:
         """Writes the results of the root and of the nodes that tokens lead to, as ``DraftWalk`` of token_row.hpp."""

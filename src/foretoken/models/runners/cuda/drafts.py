@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.sampling import SamplingLaw
-from foretoken.models.chains import ChainRequest, DraftVocabulary, Draws
+from foretoken.models.chains import LATER, TREE_KINDS, TYPICAL, ChainRequest, DraftVocabulary, Draws
 from foretoken.models.runners.base import DeeperLayer
 from foretoken.models.runners.cuda.graphs import Inputs
 from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill, read_states, write_states
@@ -55,6 +57,7 @@ class Tables(NamedTuple):
     shared: Tensor  # of all levels
     levels: Tensor  # [levels - 1, ...]
     states: Tensor  # addresses of the target's states
+    below: Tensor  # of sampled trees, by sequence and depth; see ``reach_below``
     passes: list[Tensor]
     deeper: list[Tensor]  # the new rows of deeper layers
     links: list[Tensor]  # rows and addresses of the states that these read
@@ -69,7 +72,9 @@ class DraftBucket:
         passes: the pass over injected rows, if there are any, and the first pass of drafts.
         sequences: number of drafts, padding included.
         levels: number of levels.
-        width: candidates of a node of a tree, and nodes that are expanded on a level; 1 for chains.
+        width: nodes that are expanded on a level of a tree; 1 for chains.
+        siblings: candidates of a node of a tree, or its children; 1 for chains.
+        kind: of trees, one of ``TREE_KINDS``; chains are among ranked ones.
         kept: number of nodes of a tree that are returned; 0 for chains.
         mixed: whether there are chains among trees.
         outputs: rows of the first pass that have logits, padding included.
@@ -86,6 +91,8 @@ class DraftBucket:
     sequences: int
     levels: int
     width: int
+    siblings: int
+    kind: str
     kept: int
     mixed: bool
     outputs: int
@@ -101,6 +108,11 @@ class DraftBucket:
     def first(self) -> Bucket:
         """The first pass of drafts."""
         return self.passes[-1]
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the drafts are sampled trees."""
+        return self.kind != TREE_KINDS[0]
 
     @property
     def rows(self) -> int:
@@ -124,11 +136,12 @@ class DraftBucket:
         below, plans = plans[len(plans) - deeper :], plans[: len(plans) - deeper]
         *before, plan = plans
         trees, draws = [each for each in requests if each.tree], [each.draws for each in requests if each.draws]
-        width = max(min(each.tree.width, vocabulary.size) if each.tree else 1 for each in requests)
+        siblings = max(min(each.tree.width, vocabulary.size) if each.tree else 1 for each in requests)
+        kind = trees[0].tree.kind if trees and trees[0].tree else TREE_KINDS[0]
         sources = {LIKELIEST} if len(draws) < len(requests) else set[int]()
         sources |= {source_of(draw) for draw in draws}
         levels = max(request.levels for request in requests)
-        nodes = width + (levels - 1) * width * width
+        nodes = siblings + (levels - 1) * siblings**2 if kind == TREE_KINDS[0] else max(each.limit for each in trees)
         sequences = padded_sequences(len(requests))
         return DraftBucket(
             passes=(
@@ -137,7 +150,9 @@ class DraftBucket:
             ),
             sequences=sequences,
             levels=levels,
-            width=width,
+            width=level_width(requests, vocabulary.size),
+            siblings=siblings,
+            kind=kind,
             kept=min(nodes, doubled(max(each.limit for each in trees), MIN_KEPT)) if trees else 0,
             mixed=0 < len(trees) < len(requests),
             outputs=padded(len(plan.outputs) if foreseen else sequences),
@@ -161,10 +176,11 @@ class DraftBucket:
         pages, passes = self.first.longest // PAGE, 0 if self.foreseen else self.levels - 1
         rows = self.rows if passes else 0
         return [
-            (NOISE + self.levels, self.sequences),
+            (NOISE + max(self.levels, self.kept * self.drawn), self.sequences),
             (PAGES + pages, rows),
             (passes, LEVEL_ROWS, rows),
             (self.passes[0].rows, 0 if self.fed is None else self.fed[0]),
+            (self.sequences, self.levels, self.kept * self.drawn),
             *(each.shape for each in (*self.passes, *self.deeper)),
             *((SOURCES + 1, max(each.rows, self.sequences)) for each in self.deeper),
             *((pages, rows) for _ in self.deeper),
@@ -174,13 +190,59 @@ class DraftBucket:
         """Returns the tables in the memory of the whole."""
         parts = table.split([math.prod(shape) for shape in self.tables])
         single = [part.view(shape) for part, shape in zip(parts, self.tables, strict=True)]
-        several, counts = iter(single[4:]), (len(self.passes), *[len(self.deeper)] * 3)
-        return Tables(*single[:4], *([*islice(several, count)] for count in counts))
+        several, counts = iter(single[5:]), (len(self.passes), *[len(self.deeper)] * 3)
+        return Tables(*single[:5], *([*islice(several, count)] for count in counts))
 
 
 def _coarse(bucket: Bucket) -> Bucket:
     """Returns the bucket, of many rows with more padding, so that few graphs are captured."""
     return replace(bucket, rows=doubled(bucket.rows, MAX_ROWS)) if bucket.rows > MAX_ROWS else bucket
+
+
+def level_width(requests: Sequence[ChainRequest], vocabulary: int) -> int:
+    """Returns the number of rows of a sequence on a level, the largest of all requests.
+
+    Each node that a sampled tree expands has a child, so there are at most half as many as nodes.
+    """
+    return (
+        max(
+            1
+            if each.tree is None
+            else min(each.tree.width, vocabulary)
+            if each.tree.kind == TREE_KINDS[0]
+            else each.limit // 2
+            for each in requests
+        )
+        or 1
+    )
+
+
+def rows_behind(request: ChainRequest, width: int) -> int:
+    """Returns the number of rows that drafting computes after the sequence's. width: see ``level_width``."""
+    return request.levels - 1 if request.tree is None else (request.levels - 1) * width
+
+
+@lru_cache(1024)
+def reach_below(levels: int, width: int, count: int) -> NDArray[np.float64]:
+    """Returns the largest probabilities of reaching nodes of an expected subtree, relative to its root; zeros follow.
+
+    Args:
+        levels: levels of the subtree.
+        width: maximum number of siblings.
+        count: number of results.
+    """
+    reach, offers = np.zeros(count), [(-TYPICAL, 1, 0, TYPICAL)] if levels else []
+    for number in range(count if levels else 0):
+        if not offers:
+            break
+        value, level, rank, chance = heappop(offers)
+        reach[number] = -value
+        if rank + 1 < width:
+            later = LATER[min(rank, len(LATER) - 1)]
+            heappush(offers, (value / chance * (1.0 - chance) * later, level, rank + 1, later))
+        if level < levels:
+            heappush(offers, (value * TYPICAL, level + 1, 0, TYPICAL))
+    return reach
 
 
 def source_of(draws: Draws) -> int:
@@ -219,6 +281,10 @@ def fill_drafts(
     for table, part, rows, held in zip((*tables.passes, *tables.deeper), buckets, plans, pages, strict=True):
         table.copy_(fill(rows, part, held, tile, pinned=False))
     _fill_sequences(tables.sequences.numpy(), plans[first], requests, bucket)
+    for number, request in enumerate(requests if bucket.drawn else ()):
+        for depth in range(request.levels):
+            deeper = reach_below(request.levels - depth - 1, bucket.siblings, bucket.kept)
+            tables.below.numpy().view(np.float64)[number, depth] = deeper
     if tables.levels.numel():
         _fill_levels(tables.levels.numpy(), tables.shared.numpy(), plans[first], requests, bucket)
         for table, held in zip((tables.shared[PAGES:], *tables.pages), pages[first:], strict=True):
@@ -282,7 +348,8 @@ def _fill_sequences(
             if kept.top_p < 1.0:
                 floats[TOP_P, number] = kept.top_p
             noise = np.array(draws.keys, np.uint64) if draws.keys else np.array(draws.uniforms, np.float64)
-            table[NOISE:, number][: len(noise)] = noise.view(np.int64)[: bucket.levels]
+            bits = noise.view(np.int64)[: len(table) - NOISE]
+            table[NOISE:, number][: len(bits)] = bits
         output += plan.output_counts[number]
         row += part.count
 
@@ -334,6 +401,7 @@ class Levels:
 
     Attributes:
         sequences: the table of sequences.
+        below: float64 [sequences, levels, n]; see ``reach_below``.
     """
 
     def __init__(
@@ -345,6 +413,7 @@ class Levels:
     ) -> None:
         self._layers, self._bucket, self._tables = layers, bucket, bucket.split(inputs.table)
         self.sequences, table, first = self._tables.sequences, self._tables.passes[-1], layers[0]
+        self.below = self._tables.below.view(torch.float64)
         outputs = table[OUTPUTS, : bucket.outputs]
         layout = RowLayout.of(table, bucket.first, first.cache, first.biases)
         self._first, states = first.run(layout, outputs, inputs.features)

@@ -50,7 +50,7 @@ class Chains:
         self._tokens.append(index if ids is None else ids.take(index))
         self._probabilities.append(probability)
         if bucket.distributions and rows is not None:
-            self._rows.append(_widened(rows, ids, bucket.tokens[1]))
+            self._rows.append(widened(rows, ids, bucket.tokens[1]))
         return self._tokens[-1]
 
     def results(self) -> States:
@@ -60,7 +60,7 @@ class Chains:
         and ``ROWS``, the distributions [sequences, levels, width], if the bucket has them.
         """
         drafted = torch.stack(self._tokens, 1)
-        nodes = {NODES: _nodes(drafted, torch.ones_like(drafted), torch.stack(self._probabilities, 1))}
+        nodes = {NODES: node_fields(drafted, torch.ones_like(drafted), torch.stack(self._probabilities, 1))}
         return nodes | {ROWS: torch.stack(self._rows, 1)} if self._rows else nodes
 
 
@@ -74,12 +74,12 @@ def grow_chains(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> Stat
     return chains.results()
 
 
-def _nodes(tokens: Tensor, up: Tensor, scores: Tensor) -> Tensor:
+def node_fields(tokens: Tensor, up: Tensor, scores: Tensor) -> Tensor:
     """Returns the fields of nodes, [sequences, nodes] each, as ``device_drafts.DraftMemory`` has them."""
     return torch.stack((tokens.int(), up.int(), scores.view(torch.int32)))
 
 
-def _widened(rows: Tensor, ids: Tensor | None, width: int) -> Tensor:
+def widened(rows: Tensor, ids: Tensor | None, width: int) -> Tensor:
     if ids is None:
         return rows
     return rows.new_zeros(len(rows), width).index_copy_(1, ids, rows)
@@ -98,15 +98,15 @@ def _choose(
     probability = logits.softmax(-1).gather(-1, index[:, None])[:, 0]  # NaN if any logit is, or the largest is infinite
     if bucket.sources == (LIKELIEST,):
         return index, probability, None
-    rows, source = _distributions(logits, levels, bucket), levels.sequences[SOURCE]
+    rows, source = distributions(logits, levels, bucket), levels.sequences[SOURCE]
     if FRACTION in bucket.sources:
-        index = index.where(source != FRACTION, _at_fraction(rows, levels.each(NOISE + level).view(torch.float64)))
+        index = index.where(source != FRACTION, at_fraction(rows, levels.each(NOISE + level).view(torch.float64)))
     if RACE in bucket.sources:
         index = index.where(source != RACE, _race(rows, levels.each(NOISE + level), ids).argmax(-1))
     return index, probability, rows
 
 
-def _distributions(logits: Tensor, levels: Levels, bucket: DraftBucket, times: int = 1) -> Tensor:
+def distributions(logits: Tensor, levels: Levels, bucket: DraftBucket, times: int = 1) -> Tensor:
     """Returns the probabilities [sequences * times, V] of ``SamplingLaw``, by the parameters of each sequence."""
     scores = (logits - logits.amax(-1, keepdim=True)) / levels.each(TEMPERATURE, times, floats=True)
     if bucket.filtered:
@@ -122,7 +122,7 @@ def _race(rows: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor:
     return rows.double() / exponentials_at(keys, tokens)
 
 
-def _at_fraction(rows: Tensor, fraction: Tensor) -> Tensor:
+def at_fraction(rows: Tensor, fraction: Tensor) -> Tensor:
     """Returns the token of each row at a fraction [rows, 1] of its mass; see ``PrivateStream.categorical``."""
     cumulative = rows.double().cumsum(-1)
     beyond = cumulative > fraction * cumulative[:, -1:]
@@ -188,7 +188,7 @@ def _kept(best: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, levels:
     best = best.gather(1, order)
     there, above = numbers < scores.shape[1], parents.gather(1, best)
     at = torch.searchsorted(numbers, above).where(there & (above >= 0), -1)
-    return _nodes(tokens.gather(1, best), rank - at, scores.gather(1, best).where(there, -torch.inf))
+    return node_fields(tokens.gather(1, best), rank - at, scores.gather(1, best).where(there, -torch.inf))
 
 
 def _candidates(
@@ -196,7 +196,7 @@ def _candidates(
 ) -> tuple[Tensor, Tensor]:
     """Returns the likeliest tokens [rows, width], or the leaders of a race: scores, -inf for none, and indices."""
     times = len(logits) // bucket.sequences
-    rows = _distributions(logits, levels, bucket, times)
+    rows = distributions(logits, levels, bucket, times)
     values, index = rows.topk(bucket.width)
     if RACE in bucket.sources:
         race, raced = _race(rows, levels.each(NOISE + level, times), ids), levels.each(SOURCE, times) == RACE

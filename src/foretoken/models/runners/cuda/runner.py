@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.devices import fetched
-from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
+from foretoken.models.chains import TREE_KINDS, ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.device_drafts import DraftMemory, UnreadChain, UnreadChains
 from foretoken.models.device_logits import DeviceRows, DeviceTaps, TappedMemory
 from foretoken.models.families.architecture import Architecture
@@ -33,7 +33,9 @@ from foretoken.models.runners.cuda.drafts import (
     Levels,
     Run,
     fill_drafts,
+    level_width,
     link,
+    rows_behind,
 )
 from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graphs, Inputs, States
 from foretoken.models.runners.cuda.growth import NODES, ROWS, grow_chains, grow_trees
@@ -49,6 +51,7 @@ from foretoken.models.runners.cuda.layout import (
     receive,
 )
 from foretoken.models.runners.cuda.page_cache import Moves, PageCache, Places
+from foretoken.models.runners.cuda.sampled_trees import grow_sampled_trees
 from foretoken.models.runners.functional import best, normalize
 from foretoken.models.runners.layout import Layout
 from foretoken.models.runners.linear import product
@@ -220,9 +223,11 @@ class CudaRunner(TorchRunner):
         deeper: Sequence[DeeperLayer] = (),
         injected: Injected | None = None,
     ) -> Sequence[ModelChain]:
-        kinds, widest = dict[int, list[int]](), max(request.tree.width if request.tree else 0 for request in requests)
-        for number, request in enumerate(requests):
-            kinds.setdefault(request.tree.width if request.tree else widest, []).append(number)
+        kinds, ranked = dict[tuple[str, int], list[int]](), TREE_KINDS[0]
+        shapes = [(each.tree.kind, each.tree.width) if each.tree else None for each in requests]
+        beside = max((shape for shape in shapes if shape and shape[0] == ranked), default=(ranked, 0))
+        for number, shape in enumerate(shapes):
+            kinds.setdefault(shape or beside, []).append(number)
         drafted: dict[int, UnreadChain] = {}
         replaced = self._replaced(deeper, len(requests))
         for numbers in kinds.values():
@@ -255,7 +260,8 @@ class CudaRunner(TorchRunner):
         replaced: Sequence[Sequence[Tensor]],
     ) -> list[UnreadChain]:
         """Drafts chains, and trees of one width; see ``chains`` and ``_replaced``."""
-        further = [0 if foreseen else request.rows for request in requests]
+        width = level_width(requests, vocabulary.size)
+        further = [0 if foreseen else rows_behind(request, width) for request in requests]
         before, injector = ([], None) if injected is None else ([injected.plan], injected.runner)
         assert injector is None or isinstance(injector, CudaRunner)
         reach = max(part.end + more for part, more in zip(plan.parts, further, strict=True))
@@ -277,15 +283,10 @@ class CudaRunner(TorchRunner):
         inputs, ids = Inputs(tables, fed, rows=bucket.passes[0].rows), self._token_ids(vocabulary)
 
         def compute(inputs: Inputs) -> States:
-            if bucket.fed is not None:
-                states = read_states(bucket.split(inputs.table).states, *bucket.fed[1:], self._dtype)
-                inputs = replace(inputs, features=states)
-            inputs = replace(inputs, features=self._features(inputs, bucket.passes[0]))
-            if injector is not None:
-                inputs = injector._inject(inputs, bucket)
             layers = [LayerPasses(each._level_of(bucket), each._paged, each._biases) for each in runners]
-            levels = Levels(layers, inputs, bucket, vocabulary.after)
-            grown = (grow_trees if bucket.kept else grow_chains)(levels, bucket, ids)
+            levels = Levels(layers, self._entered(inputs, bucket, injector), bucket, vocabulary.after)
+            grow = grow_sampled_trees if bucket.drawn else grow_trees if bucket.kept else grow_chains
+            grown = grow(levels, bucket, ids)
             levels.finish()
             return grown
 
@@ -300,6 +301,14 @@ class CudaRunner(TorchRunner):
         self._paged.settle()
         ends = [part.end + more for part, more in zip(parts, further or [0] * len(parts), strict=True)]
         return [self._paged.reserve(part.slot, part.first, end) for part, end in zip(parts, ends, strict=True)]
+
+    def _entered(self, inputs: Inputs, bucket: DraftBucket, injector: CudaRunner | None) -> Inputs:
+        """Returns the inputs of the first pass of drafts, before which rows may be injected."""
+        if bucket.fed is not None:
+            states = read_states(bucket.split(inputs.table).states, *bucket.fed[1:], self._dtype)
+            inputs = replace(inputs, features=states)
+        inputs = replace(inputs, features=self._features(inputs, bucket.passes[0]))
+        return inputs if injector is None else injector._inject(inputs, bucket)
 
     def _inject(self, inputs: Inputs, bucket: DraftBucket) -> Inputs:
         """Writes the keys and values of injected rows. Returns the inputs of the pass behind them."""

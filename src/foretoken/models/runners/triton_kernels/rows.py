@@ -82,6 +82,34 @@ class ChainRows:
     ratios: Tensor  # float64, room for the ratio of target and draft of each token
 
 
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """Rows of trees sampled without replacement among all rows of a step, tensors on the device.
+
+    Row numbers and depths are int64, the others float64. Each fills a row once its parent's chunk is computed.
+    """
+
+    # addresses of the distributions, float32 [V], that a row's children were sampled from; 0 without children, [R]
+    drawn_from: Tensor
+    drafted: Tensor  # the token of each row, [R]
+    children: Tensor  # the rows below each row in their order, -1 for none, [R, ranks]
+    depths: Tensor  # [R]
+    weights: Tensor  # weight of a row before each of its children is rejected, and at last; 1 at first, [R, 1 + ranks]
+    # mass of the excess over the draft's distribution, and of that distribution without the rejected child, [R, ranks]
+    masses: Tensor
+    rests: Tensor
+    chances: Tensor  # the draft's probability of each row's token, [R]
+    deepest: int  # the largest depth of a row that may have children
+
+    def measures(self, part: slice) -> Tensor:
+        """Returns three measures of computed rows, float64 [rows, 3].
+
+        They are the weight with which a row is reached, that with which it is accepted as a leaf, and ``chances``.
+        """
+        weights, children = self.weights[part], (self.children[part] >= 0).sum(1, keepdim=True)
+        return torch.cat((weights[:, :1], weights.gather(1, children), self.chances[part, None]), 1)
+
+
 def rows_per_tile(group: int) -> int:
     """Returns the maximum number of rows of a tile if ``group`` query heads share a key head."""
     return max(1, EDGE // group)

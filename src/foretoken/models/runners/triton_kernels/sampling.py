@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows
+from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows, TreeRows
 
 CHUNK = 4096  # tokens of one sum of exponentials, as in distribution.hpp
 BLOCK = 1024  # tokens of one sum of probabilities, of a race, and of work on single tokens
@@ -233,9 +233,82 @@ def _excess(chance, drawn_from, weights, row, at, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _rejected(
+    chance, drawn_from, drafted, children, weights, masses, rests, row, at, count,
+    SIZE: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Returns p and q of tokens of a row of a tree after its first ``count`` children were rejected, of others p."""
+    address = tl.load(drawn_from + row)
+    inside = at < tl.where(address == 0, 0, SIZE)
+    q = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=inside, other=0.0).to(tl.float64)
+    p = chance
+    for rank in tl.static_range(RANKS):
+        child = tl.load(children + row * RANKS + rank)
+        if (child >= 0) & (rank < count):
+            left = p * tl.load(weights + row * (RANKS + 1) + rank) - q
+            mass, rest = tl.load(masses + row * RANKS + rank), tl.load(rests + row * RANKS + rank)
+            p = tl.where(mass > 0.0, tl.where(left < 0.0, 0.0, left) / tl.where(mass > 0.0, mass, 1.0), p)
+            q = tl.where(at == tl.load(drafted + child), 0.0, q) / tl.where(rest > 0.0, rest, 1.0)
+    return p, q
+
+
+@triton.jit
+def _sum_excess(
+    logits, inverses, top, lowest, over, last, drawn_from, drafted, children, depths, weights, masses, rests,
+    plain, totals, start, depth, rank,
+    CHUNKS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Sums a chunk of (weight p - q)+ and of q without the child of a rank, in rows of one depth."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    child = tl.load(children + (start + row) * RANKS + rank)
+    if (child >= 0) & (tl.load(depths + start + row) == depth):
+        at = chunk * LENGTH + tl.arange(0, LENGTH)
+        chance = _chances(logits, inverses, top, lowest, over, last, row, at, SIZE)
+        p, q = _rejected(
+            chance, drawn_from, drafted, children, weights, masses, rests, start + row, at, rank, SIZE, RANKS
+        )
+        left = p * tl.load(weights + (start + row) * (RANKS + 1) + rank) - q
+        tl.store(plain + row * CHUNKS + chunk, tl.sum(tl.where(left < 0.0, 0.0, left), 0))
+        tl.store(totals + row * CHUNKS + chunk, tl.sum(tl.where(at == tl.load(drafted + child), 0.0, q), 0))
+
+
+@triton.jit
+def _reject(
+    logits, inverses, top, lowest, over, last, drawn_from, drafted, children, depths, weights, masses, rests,
+    plain, totals, chances, start, depth, rank,
+    CHUNKS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Stores the weight with which the child of a rank is reached, and that of its row once it is rejected."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    child = tl.load(children + (start + row) * RANKS + rank)
+    if (child >= 0) & (tl.load(depths + start + row) == depth):
+        to, lane = (start + row) * RANKS + rank, tl.arange(0, 1)
+        mass = tl.sum(tl.load(plain + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0), 0)
+        rest = tl.sum(tl.load(totals + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0), 0)
+        weight = tl.load(weights + (start + row) * (RANKS + 1) + rank)
+        at = tl.load(drafted + child) + lane
+        chance = _chances(logits, inverses, top, lowest, over, last, row, at, SIZE)
+        p, q = _rejected(
+            chance, drawn_from, drafted, children, weights, masses, rests, start + row, at, rank, SIZE, RANKS
+        )
+        possible = (p > 0.0) & (q > 0.0)
+        reached = weight * tl.where(possible, p / tl.where(possible, q, 1.0), 0.0)
+        tl.store(weights + child * (RANKS + 1) + lane, tl.where(reached < 1.0, reached, 1.0))
+        drawn = tl.load(tl.load(drawn_from + start + row).to(tl.pointer_type(tl.float32)) + at)
+        tl.store(chances + child + lane, drawn.to(tl.float64))
+        tl.store(masses + to, mass)
+        tl.store(rests + to, rest)
+        remaining = mass + (1.0 - weight)
+        after = tl.where(remaining > 0.0, mass / tl.where(remaining > 0.0, remaining, 1.0), 1.0)
+        finite = tl.load(top + row) > -float("inf")  # where no token is possible, the row keeps its weight
+        tl.store(weights + (start + row) * (RANKS + 1) + rank + 1, tl.where(finite, after, weight))
+
+
+@triton.jit
 def _draw(
     logits, sources, noise, inverses, top, lowest, over, last, drawn_from, weights, masses, plain, winners,
-    CHUNKS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, SAMPLED: tl.constexpr,
+    of_children, drafted, children, of_trees, excesses, rests, start,
+    CHUNKS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, SAMPLED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Weighs a chunk, or finds the winner of its race."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -244,6 +317,21 @@ def _draw(
         at = chunk * LENGTH + tl.arange(0, LENGTH)
         chance = _chances(logits, inverses, top, lowest, over, last, row, at, SIZE)
         if source == 2:
+            if RANKS:
+                chance, _ = _rejected(
+                    chance,
+                    of_children,
+                    drafted,
+                    children,
+                    of_trees,
+                    excesses,
+                    rests,
+                    start + row,
+                    at,
+                    RANKS,
+                    SIZE,
+                    RANKS,
+                )
             if SAMPLED:
                 tl.store(plain + to, tl.sum(chance, 0))
                 chance = _excess(chance, drawn_from, weights, row, at, SIZE)
@@ -263,8 +351,9 @@ def _draw(
 @triton.jit
 def _pick(
     logits, sources, noise, inverses, top, lowest, over, last, drawn_from, weights, best, masses, plain, winners,
-    tokens, totals,
+    tokens, totals, of_children, drafted, children, of_trees, excesses, rests, start,
     CHUNKS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, SAMPLED: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
     """Chooses the token of a row from its chunks; -1 where none is possible."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
@@ -291,6 +380,12 @@ def _pick(
             before = tl.sum(tl.where(chunk < place, mass, 0.0), 0)
             at = tl.arange(0, LENGTH)
             chance = _chances(logits, inverses, top, lowest, over, last, row, place * LENGTH + at, SIZE)
+            if RANKS:
+                place_at = place * LENGTH + at
+                chance, _ = _rejected(
+                    chance, of_children, drafted, children, of_trees, excesses, rests, start + row, place_at, RANKS,
+                    SIZE, RANKS,
+                )  # fmt: skip
             if SAMPLED:
                 beyond_draft = _excess(chance, drawn_from, weights, row, place * LENGTH + at, SIZE)
                 chance = tl.where(left, beyond_draft, chance)
@@ -335,21 +430,30 @@ def nodes(addresses: Tensor) -> Tensor:
     return values
 
 
-def chosen(logits: Tensor, rows: SampledRows, narrow: bool, chains: ChainRows | None = None, start: int = 0) -> Tensor:
+def chosen(
+    logits: Tensor,
+    rows: SampledRows,
+    narrow: bool,
+    chains: ChainRows | None = None,
+    start: int = 0,
+    trees: TreeRows | None = None,
+) -> Tensor:
     """Returns the token of each row; -1 where none is possible.
 
-    Rows of sampled chains get the token that follows if block verification (2403.10444) accepts the chain up to there.
+    Rows of sampled chains get the token that follows if block verification (2403.10444) accepts the chain up to there,
+    and rows of sampled trees that of traversal verification (2505.12398).
 
     Args:
         logits: changed logits, [R, V].
         rows: the requests.
         narrow: whether any row has top_k or top_p.
         chains: sampled chains; the rows before these have been computed. None for none.
-        start: the first row among those of ``chains``.
+        start: the first row among those of ``chains`` and ``trees``.
+        trees: sampled trees, likewise. None for none.
 
     Returns:
-        int64 [R, 1], or with chains [R, 4]: the token, and the bits of the mass beyond the draft's, of the weight, and
-        of the draft's probability of the drafted token, float64.
+        int64 [R, 1], or with chains or trees [R, 4]: the token, and the bits of three measures of chains, float64: the
+        mass beyond the draft's, the weight, and the draft's probability of the drafted token.
     """
     count, size = logits.shape
     chunks, blocks, device = triton.cdiv(size, CHUNK), triton.cdiv(size, BLOCK), logits.device
@@ -383,11 +487,25 @@ def chosen(logits: Tensor, rows: SampledRows, narrow: bool, chains: ChainRows | 
         )
         _weigh[(count,)](chains.firsts, chains.ratios, measures[1], start, num_warps=1)
     drawn = logits, rows.sources, rows.noise, *distribution, drawn_from, measures[1]
-    sizes = {"CHUNKS": blocks, "LENGTH": BLOCK, "SAMPLED": chains is not None, "num_warps": 4, **strict}
-    _draw[(count, blocks)](*drawn, masses, plain, winners, **sizes)
-    wide = triton.next_power_of_2(blocks)
-    _pick[(count,)](*drawn, best, masses, plain, winners, tokens, measures[0], WIDE=wide, **sizes)
-    return tokens[:, None] if chains is None else torch.cat((tokens[:, None], measures.view(torch.int64).T), 1)
+    wide, ranks, of_trees = triton.next_power_of_2(blocks), 0, (best, best, best, mass, mass, mass, start)
+    if trees is not None:
+        ranks = trees.children.shape[1]
+        rejected = trees.drawn_from, trees.drafted, trees.children
+        of_trees = *rejected, trees.weights, trees.masses, trees.rests, start
+        sums, totals = torch.empty((2, count, blocks), dtype=torch.float64, device=device)
+        states = *rejected, trees.depths, trees.weights, trees.masses, trees.rests, sums, totals
+        of_stages = {"CHUNKS": blocks, "RANKS": ranks, "num_warps": 4, **strict}
+        for depth in range(trees.deepest + 1):
+            for rank in range(ranks):
+                stage = start, depth, rank
+                _sum_excess[(count, blocks)](logits, *distribution, *states, *stage, LENGTH=BLOCK, **of_stages)
+                _reject[(count,)](logits, *distribution, *states, trees.chances, *stage, WIDE=wide, **of_stages)
+    sizes = {"CHUNKS": blocks, "LENGTH": BLOCK, "SAMPLED": chains is not None, "RANKS": ranks, "num_warps": 4, **strict}
+    _draw[(count, blocks)](*drawn, masses, plain, winners, *of_trees, **sizes)
+    _pick[(count,)](*drawn, best, masses, plain, winners, tokens, measures[0], *of_trees, WIDE=wide, **sizes)
+    if chains is None and trees is None:
+        return tokens[:, None]
+    return torch.cat((tokens[:, None], measures.view(torch.int64).T), 1)
 
 
 def described(logits: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
