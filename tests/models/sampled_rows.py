@@ -39,6 +39,7 @@ LAWS = {
         end_ids=(0, 5),
         logit_bias=((3, 4.0), (7, -2.0)),
     ),
+    "few": SamplingLaw(allowed_ids=(0, 3, 5, 6, 8, 11), min_tokens=4, end_ids=(0, 5), presence_penalty=1.0),
 }
 
 

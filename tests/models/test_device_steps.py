@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from foretoken.control.fixed import Fixed
+from foretoken.control.policy import DraftPolicy
 from foretoken.core import devices
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
+from foretoken.core.history import History
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
@@ -27,6 +30,7 @@ from foretoken.models.base import Scores, no_logits
 from foretoken.models.decoder import Decoder
 from foretoken.models.device_logits import DeviceRows, DeviceTaps, TappedMemory
 from foretoken.models.runners.cuda import choice, runner
+from foretoken.models.runners.cuda.changes import ChangeSizes
 from foretoken.models.runners.cuda.choice import DeviceChooser
 from foretoken.models.runners.cuda.graphs import Graphs, Inputs
 from foretoken.models.runners.functional import best
@@ -35,6 +39,7 @@ from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.recycling import Recycling
 from foretoken.propose.suffix import Lookup
+from foretoken.propose.union import Union, UnionMember
 
 from .counted import CPU, CountedDevice, Counts
 from .heads.test_drafts_at_once import HEADS
@@ -76,6 +81,19 @@ class Forks(Known):
 
 
 DRAFTERS = {"plain": lambda texts: Proposer(), "ngram": lambda texts: Lookup(), "known": Known, "forks": Forks}
+
+
+class Alternating:
+    """A grammar that allows even and odd tokens in turn."""
+
+    def allowed(self, history: History) -> Tensor:
+        mask = torch.zeros(101, dtype=torch.bool)
+        mask[history.generated % 2 :: 2] = True
+        return mask
+
+
+FEW = SamplingLaw(0.1, allowed_ids=tuple(range(5, 70)), min_tokens=6, end_ids=(9, 20), frequency_penalty=0.3)
+PHRASES = SamplingLaw(0.1, bad_words=[(20, 4), (7,)], logit_bias=((20, 1.0),), presence_penalty=0.2)
 TEXTS = {
     "greedy": (SamplingLaw(temperature=0.0), Exactness.DISTRIBUTION),
     "sampled": (SamplingLaw(temperature=0.05, top_p=0.99), Exactness.DISTRIBUTION),
@@ -83,6 +101,13 @@ TEXTS = {
     "filtered": (SamplingLaw(temperature=0.7, top_k=12, min_p=0.01), Exactness.DISTRIBUTION),
     "penalties": (LAWS["penalties"].with_temperature(0.1), Exactness.TRAJECTORY),
     "unscaled": (SamplingLaw(temperature=1.0), Exactness.DISTRIBUTION),
+    "changes": (LAWS["changes"].with_temperature(0.1), Exactness.TRAJECTORY),
+    "few tokens": (FEW, Exactness.TRAJECTORY),
+    "phrases": (PHRASES, Exactness.TRAJECTORY),
+    "grammar": (SamplingLaw(0.0, grammar=Alternating()), Exactness.DISTRIBUTION),
+    "sampled, penalties": (LAWS["penalties"], Exactness.DISTRIBUTION),
+    "sampled, few tokens": (replace(FEW, temperature=1.0), Exactness.DISTRIBUTION),
+    "sampled, phrases": (replace(PHRASES, temperature=1.0), Exactness.DISTRIBUTION),
     "unscaled coupled": (SamplingLaw(temperature=1.0), Exactness.TRAJECTORY),
 }
 
@@ -126,7 +151,10 @@ def finished(
     return [engine.take(number) for number in range(2)], steps
 
 
-@pytest.mark.parametrize("text", ["greedy", "sampled", "coupled", "penalties", "unscaled coupled"])
+CHANGED = ["penalties", "changes", "few tokens", "phrases", "grammar"]
+
+
+@pytest.mark.parametrize("text", ["greedy", "sampled", "coupled", "unscaled coupled", *CHANGED])
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_a_step_is_three_launches_and_one_read(
     text: str, logprobs: int | None, path: Path, device: CountedDevice, monkeypatch: pytest.MonkeyPatch
@@ -204,8 +232,35 @@ def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
         assert sum(engine.take(number).counts.drafted for number in range(batch)) >= batch
 
 
-@pytest.mark.parametrize("text", ["greedy", "coupled", "unscaled coupled", "sampled", "filtered", "unscaled"])
-@pytest.mark.parametrize("drafter", [*MODELS[:3], "draft model: sampled", "DSpark: chain", "P-EAGLE: top_k"])
+CHANGED_DRAFTS = [*CHANGED, "sampled, penalties", "sampled, few tokens", "sampled, phrases"]
+LOOKS = "phrases", "sampled, phrases", "grammar"  # the host looks at drafts, because it alone knows what may follow
+
+
+@pytest.mark.parametrize("text", CHANGED_DRAFTS)
+@pytest.mark.parametrize("drafter", [*MODELS[:3], "DSpark: chain"])
+def test_changed_logits_of_one_request_keep_the_drafts_of_all_on_the_device(
+    drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path
+) -> None:
+    model, proposer = device.model(path), proposer_of(drafter, device, path, tmp_path)
+    engine = Engine(model, proposer, Fixed(3))
+    for number in range(4):
+        add(engine, number, text if number == 2 else "sampled", 6, prompt=3)
+    steps = counted(device, engine)
+    assert all(s.launches <= 3 + s.captures and not s.waits for s in steps), steps
+    assert max(s.reads for s in steps) == 1 + (text in LOOKS)
+    assert all(engine.take(number).counts.drafted for number in range(4))
+
+
+UNCHANGED = ("greedy", "coupled", "unscaled coupled", "sampled", "filtered", "unscaled")
+
+
+@pytest.mark.parametrize(
+    "drafter, text",
+    [
+        *product([*MODELS[:3], "DSpark: chain", "P-EAGLE: top_k"], (*UNCHANGED, *CHANGED_DRAFTS)),
+        *product(["draft model: sampled"], UNCHANGED),
+    ],
+)
 def test_drafts_that_stay_on_the_device_change_no_token(
     drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,13 +269,32 @@ def test_drafts_that_stay_on_the_device_change_no_token(
     with monkeypatch.context() as patch:
         patch.setattr(runner, "DeviceRows", Fetched)  # the host chooses and verifies
         patch.setattr(model.runner, "takes_unread", False)
-        other = proposer if TEXTS[text][1] is Exactness.DISTRIBUTION and text != "greedy" else Proposer()
+        law, grade = TEXTS[text]
+        other = proposer if grade is Exactness.DISTRIBUTION and not law.greedy else Proposer()
         expected, read = finished(device, model, text, other, None, 10)
     assert [each.context.tokens for each in result] == [each.context.tokens for each in expected]
     if other is proposer:
         assert [each.counts.accepted for each in result] == [each.counts.accepted for each in expected]
-        assert max(s.reads for s in steps) == 1 < max(s.reads for s in read)
+        assert max(s.reads for s in steps) == 1 + (text in LOOKS) and max(s.reads for s in read) > 1
     assert "draft model" not in drafter or sum(each.counts.accepted for each in result) > 3
+
+
+def copied_or_drafted(device: CountedDevice, path: Path) -> Proposer:
+    sources = [UnionMember("suffix", Lookup()), UnionMember("draft_model", DraftModel(device.model(path)))]
+    return Union(sources, DraftPolicy(), "mixture")
+
+
+@pytest.mark.parametrize("text, reads", [("greedy", 2), ("sampled", 4)])
+def test_a_union_looks_at_drafts(text: str, reads: int, path: Path, device: CountedDevice) -> None:
+    """The host verifies chains that it has looked at."""
+    model = device.model(path)
+    engine = Engine(model, copied_or_drafted(device, path), Fixed(3))
+    for number in range(2):
+        add(engine, number, text, 8)
+        engine.waiting[-1].context.depth = 3
+    steps = counted(device, engine)
+    assert all(s.launches <= 3 + s.captures and s.reads <= reads and not s.waits for s in steps), steps
+    assert all(engine.take(number).counts.drafted for number in range(2))
 
 
 @pytest.mark.parametrize("text", ["greedy", "sampled"])
@@ -322,16 +396,25 @@ class OnMeta:
 
 @pytest.mark.parametrize(
     "unread, sampled, ranks, columns",
-    [(False, False, 0, 11), (True, False, 0, 14), (True, True, 0, 17), (True, False, 3, 17)],
+    [(False, False, 0, 11), (True, False, 0, 14), (True, True, 0, 19), (True, False, 3, 17)],
 )
 def test_captured_choices_never_need_the_host(
     unread: bool, sampled: bool, ranks: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "sampling_kernels", lambda: OnMeta)
     bucket = choice.ChoiceBucket(
-        rows=128, vocabulary=101, narrow=True, listed=4, changes=1024, unread=unread, sampled=sampled, ranks=ranks
+        rows=128,
+        vocabulary=101,
+        narrow=True,
+        listed=4,
+        changes=ChangeSizes(101, 4, 1024, 2, penalized=True),
+        width=32,
+        depth=8,
+        unread=unread,
+        sampled=sampled,
+        ranks=ranks,
     )
-    table = torch.zeros(sum(bucket.sizes), dtype=torch.int64, device=META)
+    table = torch.zeros(sum(map(math.prod, bucket.shapes)), dtype=torch.int64, device=META)
     with NothingListed(), NothingMixed():
         results = choice._compute(Inputs(table), bucket)[choice.RESULTS]
         tokens = best(torch.empty(64, 101, device=META), 3)

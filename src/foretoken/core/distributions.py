@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
@@ -84,8 +86,15 @@ class Law(Protocol):
         return None
 
     def update_row(self, row: TokenRow, vocabulary: int, history: History) -> None:
-        """Sets what depends on the history in a result of ``token_row``, for a law that ``needs_history``."""
+        """Sets what depends on the history in a result of ``token_row``, for a law that ``needs_history``.
+
+        With ``row.masks`` the mask and banned tokens of the root are not set.
+        """
         return
+
+    def possible_at(self, vocabulary: int, history: History) -> NDArray[np.bool_]:
+        """Returns the mask [vocabulary] of the tokens that are possible at a node; all of them here."""
+        return np.ones(vocabulary, np.bool_)
 
     def refusal(self, logits: Tensor, history: History) -> InvalidRequest:
         """Returns the error that ends a request at a node where no token is possible. logits: [V]"""

@@ -186,6 +186,10 @@ class Draft:
         """Returns this draft in the host's memory."""
         return self
 
+    def peek(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns tokens and parents of up to ``limit`` nodes, also of a draft that stays on a device."""
+        return self.ids, self.parents
+
     @cached_property
     def tokens(self) -> Tensor:
         return torch.tensor(self.ids, dtype=torch.int64)

@@ -213,15 +213,28 @@ class SamplingLaw:
         return self.grammar is None and self._banned is not None
 
     def changes_at(self, vocabulary: int, history: History) -> native.Adjustment:
-        """Returns the changes of logits [vocabulary] at a node, for a law with ``changes_follow_tokens``."""
+        """Returns the changes of logits [vocabulary] at a node.
+
+        Without ``changes_follow_tokens`` its mask and bans are those of ``possible_at``.
+        """
         change = self._fixed_change(vocabulary)
-        if self.needs_history:
-            self._update(change, vocabulary, history)
+        self._update(change, history)
         return change
 
     def update_row(self, row: native.TokenRow, vocabulary: int, history: History) -> None:
         if row.adjustment is not None:
-            self._update(row.adjustment, vocabulary, history)
+            if not row.masks:
+                self._limit(row.adjustment, vocabulary, history)
+            self._update(row.adjustment, history)
+
+    def possible_at(self, vocabulary: int, history: History) -> NDArray[np.bool_]:
+        try:
+            allowed, banned = self._limits(vocabulary, history)
+        except InvalidRequest:  # the node may never be reached, see ``Law.probs``
+            return np.zeros(vocabulary, np.bool_)
+        possible = np.ones(vocabulary, np.bool_) if allowed is None else allowed.numpy().copy()
+        possible[banned.numpy()] = False
+        return possible
 
     def _chosen(self, logits: Tensor, histories: Sequence[History], noise: native.Noise | None) -> int | None:
         """Returns the token of the only row, -1 if none is possible, or None if the kernels cannot choose it."""
@@ -296,23 +309,26 @@ class SamplingLaw:
         if kernels := native.for_rows(logits):
             changes = [self._fixed_change(logits.shape[1]) for _ in range(logits.shape[0])]
             for change, history in zip(changes, histories, strict=True) if self.needs_history else ():
-                self._update(change, logits.shape[1], history)
+                self._limit(change, logits.shape[1], history)
+                self._update(change, history)
             return kernels.adjusted(logits, changes)
         return self._adjust(logits.clone(), histories)
 
-    def _update(self, change: native.Adjustment, vocabulary: int, history: History) -> None:
+    def _limit(self, change: native.Adjustment, vocabulary: int, history: History) -> None:
+        """Sets the mask and the banned tokens of a node, if they depend on the tokens before it."""
         if self.grammar is not None:
             mask = self._mask(vocabulary, history)
             if mask is None:
                 change.allowed = None
-            elif len(mask) == vocabulary:
-                change.hold(allowed=mask)
             else:
-                raise ValueError(f"a mask of {len(mask)} tokens for logits of {vocabulary}")
+                change.hold(allowed=mask)
         if self._banned is None:
             banned = BadWords.of(self.bad_words).banned(history.tokens, history.path)
             change.hold(banned=banned)
             change.banned_count = len(banned)
+
+    def _update(self, change: native.Adjustment, history: History) -> None:
+        """Sets the number of tokens without an end, and the counts of penalties."""
         if self.min_tokens:
             change.end_steps = self.min_tokens - history.generated
             change.end_count = len(self.end_ids) if change.end_steps > 0 else 0
@@ -377,11 +393,7 @@ class SamplingLaw:
 
     def _forbid(self, scores: Tensor, history: History) -> None:
         """Sets forbidden tokens in a node's scores [V] to -inf. Raises InvalidRequest if all are forbidden."""
-        allowed = self._allowed(scores.shape[-1], history)
-        banned = torch.from_numpy(BadWords.of(self.bad_words).banned(history.tokens, history.path))
-        if history.generated < self.min_tokens and _others(allowed, self.end_ids):
-            banned = torch.cat([banned, torch.tensor(self.end_ids, dtype=torch.int64)])
-        banned = banned[banned < scores.shape[-1]]  # a draft's vocabulary may lack some
+        allowed, banned = self._limits(scores.shape[-1], history)
         if allowed is None:
             scores[banned] = -torch.inf
             possible = not len(banned) or bool((scores > -torch.inf).any())
@@ -401,9 +413,19 @@ class SamplingLaw:
                 param=names[0],
             )
 
+    def _limits(self, vocabulary: int, history: History) -> tuple[Tensor | None, Tensor]:
+        """Returns the mask of the tokens allowed at a node, None for all, and the banned tokens."""
+        allowed = self._allowed(vocabulary, history)
+        banned = torch.from_numpy(BadWords.of(self.bad_words).banned(history.tokens, history.path))
+        if history.generated < self.min_tokens and _others(allowed, self.end_ids):
+            banned = torch.cat([banned, torch.tensor(self.end_ids, dtype=torch.int64)])
+        return allowed, banned[banned < vocabulary]  # a draft's vocabulary may lack some
+
     def _allowed(self, vocabulary: int, history: History) -> Tensor | None:
         """Returns the mask [V] of the tokens that the grammar and ``allowed_ids`` allow at a node; None for all."""
         allowed = None if self.grammar is None else self.grammar.allowed(history)
+        if allowed is not None and len(allowed) != vocabulary:
+            raise ValueError(f"a mask of {len(allowed)} tokens for logits of {vocabulary}")
         if self.allowed_ids:
             listed = self._listed_mask(vocabulary)
             allowed = torch.from_numpy(listed if allowed is None else allowed.numpy() & listed)
@@ -421,7 +443,9 @@ class SamplingLaw:
 
     def _penalize(self, logits: Tensor, histories: Sequence[History]) -> None:
         for row, history in enumerate(histories):
-            seen, generated = (torch.from_numpy(array).to(logits.device) for array in history.token_counts())
+            ids, times = history.token_counts()
+            inside = ids < logits.shape[1]  # a draft's vocabulary may lack some
+            seen, generated = (torch.from_numpy(array[inside]).to(logits.device) for array in (ids, times))
             values = logits[row, seen]
             if self.repetition_penalty != 1.0:
                 up, down = values * self.repetition_penalty, values / self.repetition_penalty

@@ -8,7 +8,9 @@ from array import array
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.context import Context
@@ -34,13 +36,13 @@ class SequenceRow:
 
     Attributes:
         row: The request; None if the kernels cannot choose the token.
-        blocks: Whether the device may verify sampled chains.
+        blocks: Whether a device may verify sampled chains.
         trees: Whether it may verify sampled trees.
-        masks: Whether only the host's kernels can, with any draft: a mask has an element for each token.
     """
 
     def __init__(self, context: Context, logprobs: int | None, vocabulary: int) -> None:
         law, shared = context.law, context.exactness is Exactness.TRAJECTORY
+        self._follows = law.changes_follow_tokens
         purpose = Purpose.SHARED if shared else Purpose.VERIFY
         noise = None if law.greedy else Noise(shared, purpose_key(context.streams.seed, purpose))
         self.row = law.token_row(no_logits(vocabulary), noise)
@@ -48,11 +50,9 @@ class SequenceRow:
         self._history = context.history() if law.needs_history else None
         self._nodes, self._levels, self._path = DraftNodes(), list[TokenRow](), array("i")
         self._held: tuple[object, ...] = ()  # arrays that the nodes point to
-        self.masks = self.blocks = self.trees = False
+        self.blocks = self.trees = False
         if self.row is not None:
             self.row.tensor = None  # each step has its own logits
-            if (change := self.row.adjustment) is not None:
-                self.masks = bool(change.allowed) or not law.changes_follow_tokens
             if logprobs is not None:
                 self.row.list_top(min(logprobs, self._vocabulary))
 
@@ -68,7 +68,7 @@ class SequenceRow:
         sampled = rule(Sampled(no_logits(1)), context.exactness)
         without = rule(WithoutReplacement(no_logits(1)), context.exactness)
         result.trees = without is VERIFIERS["traversal"] and not sequence.options.reads_logits
-        result.blocks = sampled is VERIFIERS["block"] and not sequence.options.reads_logits
+        result.blocks = sampled is VERIFIERS["block"] and not sequence.options.explain
         return None if result.row is None else result
 
     def update(self, draft: Draft, scores: Scores) -> TokenRow | None:
@@ -79,25 +79,34 @@ class SequenceRow:
         row, context = self.row, self._context
         assert row is not None
         row.below = None
-        row.logits, count, stride = (scores.on_host() if self.masks else scores).memory
+        row.logits, count, stride = scores.memory
         row.unread = draft if isinstance(draft, UnreadDraft) and self._stays(draft, scores) else None
         if row.unread is None:
             draft = draft.read()
         if draft.limit:
             if row.unread is None and type(draft.law) is not PointMass:
                 return None
-            if (row.changes and not context.law.changes_follow_tokens) or count < draft.limit + 1:
+            if count < draft.limit + 1 or not (self._follows or scores.chooser):
                 return None
             row.below = self._below(draft, stride)
         row.position = len(context.tokens) - context.prompt_length
+        row.masks = self._masks(draft) if scores.chooser and not self._follows else ()
         if self._history is not None:
             context.law.update_row(row, self._vocabulary, self._history)
         return row
 
+    def _masks(self, draft: Draft) -> list[NDArray[np.bool_]]:
+        """Returns the masks of possible tokens at the root and at the nodes of a draft, for a device."""
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(*draft.peek(), strict=True):
+            paths.append([*paths[parent + 1], token])
+        law, history = self._context.law, self._context.history
+        return [law.possible_at(self._vocabulary, history(path)) for path in paths]
+
     def _stays(self, draft: UnreadDraft, scores: Scores) -> bool:
         """Returns whether tokens are chosen on the device before the host reads the draft."""
         assert self.row is not None
-        if self.masks or self.row.changes or not draft.unread or not isinstance(scores.rows, DeviceRows):
+        if not draft.unread or not isinstance(scores.rows, DeviceRows):
             return False
         if draft.source.sampled and not (self.trees and draft.source.siblings if draft.tree_depth else self.blocks):
             return False
@@ -157,8 +166,7 @@ class StepRows:
             held = None
             if score.argmax is None and (row := self._request(sequence, draft, score)) is not None:
                 held = self._rows[sequence.context.id]
-                on_device = None if held is None or held.masks else score.chooser
-                requests.setdefault(on_device or self._host(), []).append(row)
+                requests.setdefault(score.chooser or self._host(), []).append(row)
             chosen.append(held)
         for chooser, rows in requests.items():
             chooser.choose_tokens(rows, self._vocabulary, self._threads)

@@ -213,9 +213,6 @@ class Scores:
         ranked = None if self.ranked is None else self.ranked[: count + 1]
         return replace(self, rows=rows, taps=taps, argmax=argmax, ranked=ranked)
 
-    def on_host(self) -> Scores:
-        return replace(self, rows=self.rows.tensor) if isinstance(self.rows, DeviceRows) else self
-
 
 @cache
 def no_logits(vocab: int) -> Tensor:

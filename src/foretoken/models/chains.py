@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.context import ChainEnd as ChainEnd
@@ -79,6 +81,9 @@ class ChainRequest:
     tree: TreeShape | None = None  # the shape of a tree; None for a chain
     # returns the changes of logits at the root, by the size of the vocabulary; tokens add theirs
     changes: Callable[[int], Adjustment] | None = None
+    # returns the mask of the tokens that are possible at the root, in place of those of ``changes``, where the host
+    # alone knows the masks of other nodes; None if tokens add all changes
+    possible: Callable[[int], NDArray[np.bool_]] | None = None
 
     @property
     def rows(self) -> int:

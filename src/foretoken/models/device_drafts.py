@@ -98,6 +98,12 @@ class UnreadChain:
         nodes = self._memory.nodes
         return nodes[TOKEN, self._number].data_ptr(), nodes.stride(0) * NODE_BYTES
 
+    def peek(self) -> tuple[list[int], list[int]]:
+        """Returns tokens and parents of all nodes, those after the draft's end included."""
+        assert self._memory is not None
+        tokens, up, _ = self._memory.read(self._number)[:, : self.limit]
+        return tokens.tolist(), (np.arange(self.limit) - up).clip(-1).tolist()
+
     def read(self) -> ModelChain:
         """Returns the draft, which is copied from the device unless it was received."""
         if self._memory is not None:
@@ -197,6 +203,9 @@ class UnreadDraft(Draft):
             self.__dict__["_draft"] = self._finish(self.source.read())
         draft: Draft = self.__dict__["_draft"]
         return draft
+
+    def peek(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self.source.peek() if self.unread else super().peek()
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("_"):

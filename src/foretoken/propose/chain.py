@@ -23,6 +23,7 @@ from foretoken.core.draft import (
     WithoutReplacementElsewhere,
     log_scores,
 )
+from foretoken.core.history import History
 from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Stream
@@ -34,6 +35,7 @@ from foretoken.propose.scores import DraftStop
 # Maps logits [rows, Vd] over the draft's vocabulary to [rows, V] over the target's.
 Widen = Callable[[Tensor], Tensor]
 
+T = TypeVar("T")
 Opened = TypeVar("Opened", bound=Handle, contravariant=True)
 
 
@@ -168,15 +170,14 @@ def request_of(
         return None
     if not law.adjusts:
         return ChainRequest(limit, draws, context.end if law.greedy else None, tree)
-    if not law.changes_follow_tokens or sampling.drawing() is None:
-        return None
-    changes = partial(_changes, law, context)
-    return ChainRequest(limit, draws, context.end if law.greedy else None, tree, changes)
+    end, follows = context.end if law.greedy else None, law.changes_follow_tokens
+    possible = None if follows else partial(_at_root, context, law.possible_at)
+    return ChainRequest(limit, draws, end, tree, partial(_at_root, context, law.changes_at), possible)
 
 
-def _changes(law: SamplingLaw, context: Context, vocabulary: int) -> sampling.Adjustment:
-    """Returns the changes of logits [vocabulary] behind a sequence."""
-    return law.changes_at(vocabulary, context.history())
+def _at_root(context: Context, call: Callable[[int, History], T], vocabulary: int) -> T:
+    """Calls a function of a vocabulary's size and the history behind a sequence."""
+    return call(vocabulary, context.history())
 
 
 class AtOnce(Protocol):
@@ -212,33 +213,49 @@ class DraftsChains(Protocol[Opened]):
 
 def draft_at_once(
     model: DraftsChains[Opened], active: Sequence[tuple[Opened, AtOnce]], vocab_size: int
-) -> list[Draft] | None:
-    """Drafts the chains of all sequences in one call.
+) -> list[Draft | None]:
+    """Drafts chains and trees in one call.
 
     Args:
         vocab_size: The target's vocabulary size.
 
     Returns:
-        The drafts. None if the model cannot, or if one draft needs a look at every token: its passes would come on top
-        of the others'.
+        The drafts. None for each that the model cannot draft at once, because it needs a look at every token; for all
+        where the passes of these would come on top of the others' (``Model.adapts_levels``).
     """
-    if not model.drafts_chains:
-        return None
     vocab = min(model.vocab_size, vocab_size)
-    chains: list[tuple[AtOnce, ChainRequest]] = []
-    for _, grower in active:
-        if (request := grower.request()) is None:
-            return None
-        if request.changes and not model.adapts_levels:
-            return None
-        if (request.draws or request.changes) and vocab < vocab_size:  # rows would lack tokens of the target
-            return None
-        chains.append((grower, request))
-    drafted = model.chains([handle for handle, _ in active], [request for _, request in chains], vocab)
-    if isinstance(drafted, UnreadChains):
-        parts = zip(drafted.unread, chains, strict=True)
-        return [UnreadDraft(unread, partial(_draft_of, grower)) for unread, (grower, _) in parts]
-    return [_draft_of(grower, chain) for (grower, _), chain in zip(chains, drafted, strict=True)]
+    requests = [_request(model, grower, vocab < vocab_size) for _, grower in active]
+    if not model.drafts_chains or (model.adapts_levels and None in requests):
+        requests = [None] * len(active)
+    drafts: list[Draft | None] = [None] * len(active)
+    if not (numbers := [number for number, request in enumerate(requests) if request is not None]):
+        return drafts
+    asked = [request for request in requests if request is not None]
+    drafted = model.chains([active[number][0] for number in numbers], asked, vocab)
+    for at, (number, request) in enumerate(zip(numbers, asked, strict=True)):
+        grower = active[number][1]
+        if not isinstance(drafted, UnreadChains):
+            drafts[number] = _draft_of(grower, drafted[at])
+            continue
+        drafts[number] = UnreadDraft(drafted.unread[at], partial(_draft_of, grower))
+        if request.possible is not None:  # masks of the nodes are computed while the target's pass runs
+            drafted.unread[at].peek()
+    return drafts
+
+
+def _request(model: DraftsChains[Opened], grower: AtOnce, narrow: bool) -> ChainRequest | None:
+    """Returns the request to a model; None if it cannot draft this at once.
+
+    narrow: Whether distributions would lack tokens of the target.
+    """
+    request = grower.request() if model.drafts_chains else None
+    if request is None or (narrow and (request.draws or request.changes)):
+        return None
+    sampled_tree = request.tree is not None and request.tree.kind != "ranked"
+    if not model.adapts_levels:  # a device draws by itself, and the host may look at what it has drafted
+        return None if sampled_tree and request.changes is not None else request
+    missing = request.possible is not None or (request.changes is not None and sampling.drawing() is None)
+    return None if missing else request
 
 
 def _draft_of(grower: AtOnce, chain: ModelChain) -> Draft:

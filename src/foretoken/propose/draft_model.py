@@ -123,16 +123,16 @@ class DraftModel(ModelProposer):
 
         levels: Maximum depth of each draft.
         """
-        if (drafted := draft_at_once(self.model, active, self.vocab_size)) is not None:
-            return drafted
+        drafts = draft_at_once(self.model, active, self.vocab_size)
         growers = [grower for _, grower in active]
+        active = [pair for pair, draft in zip(active, drafts, strict=True) if draft is None]
         taps = (self.model.num_layers,) if self.stop is not None and self.stop.hidden else ()
         while active := [(handle, grower) for handle, grower in active if not grower.done]:
-            drafts = [grower.growing() for _, grower in active]
-            scores = self.model.score([handle for handle, _ in active], drafts, taps)
+            nodes = [grower.growing() for _, grower in active]
+            scores = self.model.score([handle for handle, _ in active], nodes, taps)
             for (_, grower), score in zip(active, scores, strict=True):
                 grower.extend(score.logits, self._hidden(score))
-        return [grower.draft() for grower in growers]
+        return [grower.draft() if draft is None else draft for draft, grower in zip(drafts, growers, strict=True)]
 
     def _hidden(self, score: Scores) -> Tensor | None:
         """Returns the last states of the rows that have logits, [rows, H], if they were tapped."""

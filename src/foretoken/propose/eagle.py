@@ -45,14 +45,15 @@ class ParallelEagle(Eagle):
         super().__init__(net, taps, config)
 
     def _grow(self, active: Sequence[tuple[HeadHandle, Grower]], levels: Iterable[int]) -> list[Draft]:
-        if (drafted := draft_at_once(self.net, active, self.net.vocab_size)) is not None:
-            return drafted
         assert self.net.mask is not None
-        masks = [Draft.chain([self.net.mask.token] * (depth - 1)) for depth in levels]
-        rows = self.net.look_ahead([handle for handle, _ in active], masks)
-        for (_, grower), logits in zip(active, rows, strict=True):
-            grow_at_once(grower, logits)
-        return [grower.draft() for _, grower in active]
+        drafts = draft_at_once(self.net, active, self.net.vocab_size)
+        left = [(*pair, depth) for pair, depth, draft in zip(active, levels, drafts, strict=True) if draft is None]
+        if left:
+            masks = [Draft.chain([self.net.mask.token] * (depth - 1)) for *_, depth in left]
+            rows = self.net.look_ahead([handle for handle, *_ in left], masks)
+            for (_, grower, _), logits in zip(left, rows, strict=True):
+                grow_at_once(grower, logits)
+        return [grower.draft() if draft is None else draft for draft, (_, grower) in zip(drafts, active, strict=True)]
 
 
 def build(config: EagleConfig, build_context: BuildContext) -> Eagle:

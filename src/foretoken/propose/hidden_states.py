@@ -169,14 +169,14 @@ class HiddenStateProposer(Proposer):
 
         levels: Maximum depth of each draft.
         """
-        if (drafted := draft_at_once(self.net, active, self.net.vocab_size)) is not None:
-            return drafted
+        drafts = draft_at_once(self.net, active, self.net.vocab_size)
         growers = [grower for _, grower in active]
-        _extend(active, self.net.catch_up([handle for handle, _ in active]))
+        if active := [pair for pair, draft in zip(active, drafts, strict=True) if draft is None]:
+            _extend(active, self.net.catch_up([handle for handle, _ in active]))
         while active := [(handle, grower) for handle, grower in active if not grower.done]:
-            drafts = [grower.growing() for _, grower in active]
-            _extend(active, self.net.grow([handle for handle, _ in active], drafts))
-        return [grower.draft() for grower in growers]
+            nodes = [grower.growing() for _, grower in active]
+            _extend(active, self.net.grow([handle for handle, _ in active], nodes))
+        return [grower.draft() if draft is None else draft for draft, grower in zip(drafts, growers, strict=True)]
 
     def _ready(self, context: Context, budget: int) -> bool:
         """Returns whether the states at all tokens but the newest are known, and the draft fits the context window."""

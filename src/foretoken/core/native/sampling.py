@@ -83,6 +83,8 @@ class TokenRow(Structure):
     pointer: ctypes.Array[c_void_p]
     unread: Any = None  # the draft below, if it is on a device
     node: int = 0  # address of its first node there
+    # masks [n] of possible tokens of the row and of the draft's nodes, in place of those of ``changes``, for a device
+    masks: Sequence[NDArray[np.bool_]] = ()
 
     @staticmethod
     def of(logits: Tensor, source: TokenSource, changes: Adjustment | None = None) -> "TokenRow":

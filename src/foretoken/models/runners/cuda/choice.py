@@ -6,8 +6,9 @@ leads there or not; the host follows the tokens along the draft.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +22,17 @@ from foretoken.core.draft import Elsewhere
 from foretoken.core.native.sampling import Adjustment, DraftNodes, TokenRow, TokenSource
 from foretoken.core.streams import GOLDEN, PrivateStream, Uniform, splitmixed, step_keys
 from foretoken.models.device_drafts import FIELDS, SCORE, TOKEN, UP, UnreadDraft
+from foretoken.models.runners.cuda.changes import ChangedRows, Changes, ChangeSizes, DeviceChanges, split
 from foretoken.models.runners.cuda.graphs import Graphs, Inputs, States
 from foretoken.models.runners.functional import ranked
 from foretoken.models.runners.triton_kernels import sampling_kernels
 from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows, TreeRows
 from foretoken.models.runners.triton_kernels.steps import doubled
 
-MIN_ROWS, MIN_CHANGES = 8, 1024  # doubled until all fit
+MIN_ROWS = 8  # doubled until all fit
 ROWS_AT_ONCE = 64  # bounds the memory of a graph
-ROW_FIELDS, CHANGE_FIELDS = (8, 3), (4, 4)  # numbers of int64 and of float32 that a row has, and a change
-BANNED, BIASED, SEEN, TIMES, BIAS, REPETITION, FREQUENCY, PRESENCE = range(8)  # fields of changes
+ROW_FIELDS, FLOAT_FIELDS = 8, 3  # numbers of int64 and of float32 that a row has
+OF, MASK, NODE_TOKEN, NODE_UP, DEPTH, CHANGE_FIELDS = range(6)  # fields of rows that only changes of logits need
 MEASURES = 3  # of rows beside the token, for sampled chains
 NODE_VALUES = FIELDS + 1  # of a node that a pass has read: its fields and its depth, int64
 FILTER_FIELDS = "top_k", "inverse", "floor", "top_p"
@@ -46,7 +48,9 @@ class ChoiceBucket:
     vocabulary: int  # number of logits of a row
     narrow: bool  # whether any row has top_k or top_p
     listed: int  # number of likeliest tokens that are listed; -1 without log-probabilities
-    changes: int  # number of changed logits, padding included; 0 for none
+    changes: ChangeSizes | None  # sizes of the changes of logits; None for none
+    width: int  # number of rows of a request with changes, at most
+    depth: int  # depth of a node whose path adds to penalties, at most
     unread: bool  # whether there are drafts that the host has not read
     sampled: bool  # whether any of these is a sampled chain
     ranks: int = 0  # the largest number of siblings in a sampled tree; 0 without such trees
@@ -58,18 +62,18 @@ class ChoiceBucket:
         return self.sampled or self.ranks > 0
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Lengths of the parts of a table, int64: the fields of rows, and those of changes."""
-        return sum(ROW_FIELDS) * self.rows, sum(CHANGE_FIELDS) * self.changes
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the parts of a table: fields of rows, those that changes need, rows of requests, and changes."""
+        changes = self.changes
+        fields = (ROW_FIELDS + FLOAT_FIELDS, self.rows)
+        if changes is None:
+            return (fields,)
+        return fields, (CHANGE_FIELDS, self.rows), (changes.sequences, self.width), (changes.size,)
 
-    def fields(self, table: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the fields of a table; those of float32 fill the first half of their memory."""
-        parts = []
-        for part, (whole, real) in zip(table.split(self.sizes), (ROW_FIELDS, CHANGE_FIELDS), strict=True):
-            count = len(part) // (whole + real)
-            fields = part.view(whole + real, count)
-            parts.append([*fields[:whole], *(field.view(torch.float32)[:count] for field in fields[whole:])])
-        return parts[0], parts[1]
+    def fields(self, table: Tensor) -> list[Tensor]:
+        """Returns the fields of rows; those of float32 fill the first half of their memory."""
+        whole, real = table[:ROW_FIELDS], table[ROW_FIELDS:]
+        return [*whole, *(field.view(torch.float32)[: self.rows] for field in real)]
 
 
 class DeviceChooser:
@@ -84,27 +88,31 @@ class DeviceChooser:
 
     @torch.inference_mode()
     def choose_tokens(self, rows: Sequence[TokenRow], vocabulary: int, threads: int = 0) -> None:
-        """See ``TokenChooser``. Masks of allowed tokens are not supported."""
+        """See ``TokenChooser``."""
         walks = [Walk(request) for request in rows]
-        changes = Changes(vocabulary)
-        at = 0
-        for walk in walks:
-            if walk.request.changes:
-                changes.add(walk.request, at, walk.tokens, walk.parents)
-            at += walk.count
-        listed = max(request.top_count for request in rows)
+        changed, changes = [walk for walk in walks if walk.request.changes], Changes(vocabulary)
+        for number, walk in enumerate(changed):
+            walk.add_changes(changes, number)
+        at, sizes = sum(walk.count for walk in walks), changes.sizes()
+        listed, deepest = (max(request.top_count for request in rows), max([0, *(walk.reach for walk in changed)]))
         bucket = ChoiceBucket(
             rows=doubled(at, MIN_ROWS) if at <= ROWS_AT_ONCE else -(-at // ROWS_AT_ONCE) * ROWS_AT_ONCE,
             vocabulary=vocabulary,
             narrow=any(request.filter.top_k > 0 or request.filter.top_p < 1.0 for request in rows),
             listed=-1 if listed < 0 else min(doubled(listed, 1), vocabulary),
-            changes=doubled(changes.count, MIN_CHANGES) if changes.count else 0,
+            changes=sizes,
+            width=doubled(max(walk.count for walk in changed), 1) if sizes else 0,
+            depth=doubled(deepest, 1) if sizes and sizes.penalized and deepest else 0,
             unread=any(walk.unread is not None for walk in walks),
             sampled=any(walk.sampled for walk in walks),
             ranks=max(walk.ranks for walk in walks),
             deepest=max(walk.deepest for walk in walks),
         )
-        table = self._filled(bucket, walks, changes)
+        table = self._filled(bucket, walks)
+        if sizes is not None:
+            _, rows_of, requests_of, changes_of = split(table, bucket.shapes)
+            _fill_changes(rows_of.numpy(), requests_of.numpy(), walks)
+            changes.fill(changes_of, sizes)
         results = fetched(self._graphs.run(bucket, Inputs(table), lambda inputs: _compute(inputs, bucket))[RESULTS])
         numbers, at = results.numpy(), 0
         for walk in walks:
@@ -112,18 +120,19 @@ class DeviceChooser:
             measured = 1 + MEASURES * bucket.measured
             if walk.unread is not None:
                 walk.receive(part[1:, measured : measured + FIELDS])
+            described = part[:, measured + FIELDS * bucket.unread :]
             if walk.ranks:
                 walk.verify_tree(part[:, :measured])
             elif walk.sampled:
-                walk.verify(part[:, :measured])
+                walk.verify(part[:, :measured], described, bucket.listed)
             else:
-                described = part[:, measured + FIELDS * bucket.unread :]
                 walk.follow(np.concatenate((part[:, :1], described), 1), bucket.listed)
 
-    def _filled(self, bucket: ChoiceBucket, walks: Sequence[Walk], changes: Changes) -> Tensor:
-        """Returns the table of all requests in the host's memory."""
-        table = torch.zeros(sum(bucket.sizes), dtype=torch.int64, pin_memory=self._graphs.pinned)
-        fields, changed = ([field.numpy() for field in fields] for fields in bucket.fields(table))
+    def _filled(self, bucket: ChoiceBucket, walks: Sequence[Walk]) -> Tensor:
+        """Returns the table of all requests in the host's memory, without their changes."""
+        size = sum(map(math.prod, bucket.shapes))
+        table = torch.zeros(size, dtype=torch.int64, pin_memory=self._graphs.pinned)
+        fields = [field.numpy() for field in bucket.fields(split(table, bucket.shapes)[0])]
         requests, counts = [walk.request for walk in walks], [walk.count for walk in walks]
         filters = [request.filter for request in requests]
 
@@ -147,8 +156,21 @@ class DeviceChooser:
         )
         for field, column in zip(fields, columns, strict=True):
             field[: len(column)] = column
-        changes.fill(changed, bucket.rows * bucket.vocabulary)
         return table
+
+
+def _fill_changes(fields: NDArray[np.int64], requests: NDArray[np.int64], walks: Sequence[Walk]) -> None:
+    """Fills the fields of rows that changes need, and the rows of each request with changes."""
+    requests[:], fields[OF], at, number = fields.shape[1], len(requests) - 1, 0, 0
+    for walk in walks:
+        rows = slice(at, at := at + walk.count)
+        if walk.request.changes:
+            columns = fields[:, rows]
+            requests[number, : walk.count] = range(rows.start, at)
+            columns[OF], columns[MASK], columns[DEPTH] = number, walk.masks, walk.depths - walk.request.index
+            columns[NODE_TOKEN, 1 : 1 + len(walk.tokens)] = walk.tokens
+            columns[NODE_UP, 1 : 1 + len(walk.parents)] = np.arange(len(walk.parents)) - walk.parents
+            number += 1
 
 
 def noise(
@@ -166,11 +188,11 @@ def _compute(inputs: Inputs, bucket: ChoiceBucket) -> States:
 
     Returns:
         int64 [rows, n]: the token, the measures of sampled chains if there are any, the fields of its node if the host
-        has not read all of them, and log-probabilities.
+        has not read all of them, log-probabilities, and those of the drafted token below if there are sampled chains.
     """
-    fields, changed = bucket.fields(inputs.table)
-    (nodes, firsts, drawn_from, ranks, *fields), kernels, size = fields, sampling_kernels(), bucket.vocabulary
-    chains, trees, parts = None, None, list[Tensor]()
+    table, *changed = split(inputs.table, bucket.shapes)
+    (nodes, firsts, drawn_from, ranks, *fields), kernels = bucket.fields(table), sampling_kernels()
+    chains, trees, parts, size = None, None, list[Tensor](), bucket.vocabulary
     drafted = kernels.nodes(nodes) if bucket.unread else None
     if drafted is not None:  # the noise of a node is in the row whose distance from the root's is the node's depth
         row = torch.arange(bucket.rows, device=nodes.device)
@@ -182,10 +204,13 @@ def _compute(inputs: Inputs, bucket: ChoiceBucket) -> States:
             chains = ChainRows(drawn_from.where(there, 0), below[:, TOKEN].contiguous(), firsts, ratios)
         if bucket.ranks:
             trees = _tree_rows(drafted, (ranks > 0) & (nodes != 0), drawn_from, bucket)
+    changes = None if bucket.changes is None else DeviceChanges(changed[2], bucket.changes)
+    changed_rows = None if changes is None else _changed_rows(changed[0], changed[1], nodes, drafted, bucket)
     for start in range(0, bucket.rows, ROWS_AT_ONCE):
         rows = SampledRows(*(field[start : start + ROWS_AT_ONCE] for field in fields))
-        logits = kernels.gathered(rows, size)
-        after = applied(logits, changed, start * size) if bucket.changes else logits
+        logits = after = kernels.gathered(rows, size)
+        if changes is not None and changed_rows is not None:
+            after = changes.applied(logits, changed_rows.part(start, len(logits)))
         results = [kernels.chosen(after, rows, bucket.narrow, chains, start, trees)]
         if trees is not None:
             part = slice(start, start + ROWS_AT_ONCE)
@@ -195,6 +220,9 @@ def _compute(inputs: Inputs, bucket: ChoiceBucket) -> States:
             results.append(drafted[start : start + ROWS_AT_ONCE, :FIELDS])
         if bucket.listed >= 0:
             results.append(kernels.described(logits, results[0][:, 0], ranked(logits, bucket.listed)))
+            if chains is not None:
+                drafted_below = chains.drafted[start : start + ROWS_AT_ONCE]
+                results.append(kernels.described(logits, drafted_below, drafted_below[:, None][:, :0]))
         parts.append(torch.cat(results, 1))
     return {RESULTS: torch.cat(parts)}
 
@@ -229,6 +257,32 @@ def _tree_rows(drafted: Tensor, in_tree: Tensor, drawn_from: Tensor, bucket: Cho
     )
 
 
+def _changed_rows(
+    fields: Tensor, requests: Tensor, nodes: Tensor, drafted: Tensor | None, bucket: ChoiceBucket
+) -> ChangedRows:
+    """Returns the rows for ``DeviceChanges``, with the paths to their nodes.
+
+    Args:
+        fields: the fields of rows that changes need.
+        requests: the rows of each request.
+        nodes: addresses of nodes that the host has not read; 0 for other rows.
+        drafted: fields and depths of all nodes, if there are such nodes.
+        bucket: the graph's.
+    """
+    token, up, depth = fields[NODE_TOKEN], fields[NODE_UP], fields[DEPTH]
+    if drafted is not None:
+        token, up, depth = (
+            drafted[:, new].where(nodes != 0, field) for new, field in ((TOKEN, token), (UP, up), (FIELDS, depth))
+        )
+    at, path = torch.arange(bucket.rows, device=fields.device), list[Tensor]()
+    for _ in range(bucket.depth):
+        above = up.take(at)
+        path.append(token.take(at).where(above > 0, bucket.vocabulary))
+        at = at - above
+    paths = torch.stack(path, 1) if path else token[:, None][:, :0]
+    return ChangedRows(requests, fields[OF], fields[MASK], depth, paths)
+
+
 class Walk:
     """The rows of one request: the root's, then those of the draft's nodes.
 
@@ -247,6 +301,7 @@ class Walk:
         nodes: address of each row's node on the device, if the host has not read it; else 0.
         depths: depth of each row; of nodes that the host has not read, all depths in turn.
         addresses: address of each row's logits.
+        masks: number of each row's mask among those of changes.
     """
 
     def __init__(self, request: TokenRow) -> None:
@@ -274,10 +329,24 @@ class Walk:
         self.nodes = (
             np.where(rows, request.node + 8 * NODE_VALUES * (rows - 1), 0) if self.unread is not None else 0 * rows
         )
-        self.addresses, self.drawn_from = request.logits + 4 * stride * rows, 0 * rows
+        self.addresses, self.drawn_from, self.masks = request.logits + 4 * stride * rows, 0 * rows, 0 * rows
         if self.unread is not None and (self.sampled or self.ranks):
             q = self.unread.source.distributions
             self.drawn_from[:-1] = q.data_ptr() + 4 * q.stride(0) * rows[:-1]
+
+    @property
+    def reach(self) -> int:
+        """Depth of the deepest node, at most."""
+        if self.unread is not None:
+            return self.unread.tree_depth or self.unread.limit
+        return int(self.depths.max()) - self.request.index
+
+    def add_changes(self, changes: Changes, number: int) -> None:
+        """Adds the changes of the request."""
+        request = self.request
+        self.masks[:] = changes.add(number, Adjustment.from_address(request.changes or 0), not request.masks)
+        if request.masks:
+            self.masks[: len(request.masks)] = [changes.mask(mask) for mask in request.masks]
 
     def _take(self, tokens: Iterable[int], parents: Iterable[int]) -> None:
         self.tokens, self.parents = list(tokens), list(parents)
@@ -288,11 +357,13 @@ class Walk:
             self.unread.source.receive(nodes.T.astype(np.int32))
             self._take(self.unread.ids, self.unread.parents)
 
-    def verify(self, results: NDArray[np.int64]) -> None:
+    def verify(self, results: NDArray[np.int64], described: NDArray[np.int64], listed: int) -> None:
         """Writes the verdict of block verification on a sampled chain, as ``verify/block.py``.
 
         Args:
             results: [rows, 4], see ``chosen`` of ``triton_kernels/sampling.py``.
+            described: log-probabilities, see ``_compute``.
+            listed: number of tokens that are listed; -1 without log-probabilities.
         """
         count, stream = len(self.tokens), self._stream
         masses, weights, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
@@ -304,6 +375,19 @@ class Walk:
             while accepted and not _leaves(stream.uniform(accepted), *rows[accepted]):
                 accepted -= 1
         self._accept([*range(accepted)], int(results[accepted, 0]), chances[:count].tolist())
+        if self.request.top_count >= 0:
+            self._describe(results[:, 0], described, accepted, listed)
+
+    def _describe(self, chosen: NDArray[np.int64], described: NDArray[np.int64], accepted: int, listed: int) -> None:
+        """Writes the log-probabilities of the accepted tokens of a chain, and of the chosen one behind them."""
+        assert self._nodes is not None
+        pointers = (c_void_p * self._nodes.deepest).from_address(self._nodes.rows)
+        levels = [self.request, *(TokenRow.from_address(pointers[depth]) for depth in range(accepted))]
+        for at, level in enumerate(levels):
+            token, of_token = (
+                (self.tokens[at], described[at, -2:]) if at < accepted else (chosen[at], described[at, :2])
+            )
+            _write(level, np.concatenate(([token], of_token, described[at, 2:])), listed)
 
     def verify_tree(self, results: NDArray[np.int64]) -> None:
         """Writes the verdict of traversal verification on a sampled tree, as ``verify/tree.py``.
@@ -389,105 +473,3 @@ def _write(row: TokenRow, results: NDArray[np.int64], listed: int) -> None:
     ids, logprobs = results[3 : 3 + row.top_count], results[3 + listed :].view(np.float64)
     (c_int64 * row.top_count).from_address(row.top_ids)[:] = ids.tolist()
     (c_double * row.top_count).from_address(row.top_logprobs)[:] = logprobs[: row.top_count].tolist()
-
-
-class Changes:
-    """The changes of a step's rows, collected request by request.
-
-    Args:
-        vocabulary: number of logits of a row.
-    """
-
-    def __init__(self, vocabulary: int) -> None:
-        self._vocabulary = vocabulary
-        self._banned, self._biased, self._seen = (list[tuple[NDArray[Any], ...]]() for _ in range(3))
-
-    @property
-    def count(self) -> int:
-        """Number of columns that ``fill`` writes."""
-        return max(sum(len(part[0]) for part in parts) for parts in (self._banned, self._biased, self._seen))
-
-    def add(self, request: TokenRow, first: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Adds the changes of a request's rows, as ``DraftWalk`` of token_row.hpp makes them.
-
-        Args:
-            request: the request.
-            first: the root's row, which the rows of the nodes follow.
-            tokens: tokens of the nodes.
-            parents: the node above each; -1 for the root.
-        """
-        change = Adjustment.from_address(request.changes)
-        banned, ends = _held(c_int64, change.banned, change.banned_count), _held(c_int64, change.ends, change.end_count)
-        biased, biases = (
-            _held(kind, address, change.biased_count)
-            for kind, address in ((c_int64, change.biased), (c_float, change.biases))
-        )
-        penalties = np.array([[change.repetition], [change.frequency], [change.presence]], np.float32)
-        seen, times = (
-            _held(kind, address, change.seen_count)
-            for kind, address in ((c_int64, change.seen), (c_int32, change.generated))
-        )
-        before, depths = [(seen, times)], [0]
-        for row in range(len(tokens) + 1):
-            if row:
-                above = parents[row - 1] + 1
-                depths.append(depths[above] + 1)
-                before.append(_counted(*before[above], tokens[row - 1]))
-            self._place(self._banned, first + row, banned)
-            if depths[row] < change.end_steps:
-                self._place(self._banned, first + row, ends)
-            self._place(self._biased, first + row, biased, biases)
-            if (penalties != [[1.0], [0.0], [0.0]]).any():
-                ids, counts = before[row]
-                self._place(self._seen, first + row, ids, counts, *np.broadcast_to(penalties, (3, len(ids))))
-
-    def _place(self, parts: list[tuple[NDArray[Any], ...]], row: int, ids: NDArray[Any], *values: NDArray[Any]) -> None:
-        """Adds the elements of a row, and their values. Ids beyond the row change nothing."""
-        inside = (ids >= 0) & (ids < self._vocabulary)
-        if inside.any():
-            parts.append((ids[inside] + row * self._vocabulary, *(value[inside] for value in values)))
-
-    def fill(self, fields: Sequence[NDArray[Any]], padding: int) -> None:
-        """Writes the fields that ``applied`` reads. padding: an element behind all rows."""
-        fields[REPETITION][:] = 1.0
-        for names, parts in (
-            ((BANNED,), self._banned),
-            ((BIASED, BIAS), self._biased),
-            ((SEEN, TIMES, REPETITION, FREQUENCY, PRESENCE), self._seen),
-        ):
-            fields[names[0]][:] = padding
-            for name, column in zip(names, map(np.concatenate, zip(*parts, strict=True)), strict=bool(parts)):
-                fields[name][: len(column)] = column
-
-
-def applied(logits: Tensor, fields: Sequence[Tensor], first: int) -> Tensor:
-    """Returns a copy of logits [rows, V] with their changes. first: number of elements before these rows."""
-    banned, biased, seen, times, bias, repetition, frequency, presence = fields
-    size = logits.numel()
-    banned, biased, seen = (
-        torch.where((at >= first) & (at < first + size), at - first, size) for at in (banned, biased, seen)
-    )
-    flat = torch.cat((logits.flatten(), logits.new_zeros(1)))  # the last element stands for those of other rows
-    flat.index_fill_(0, banned, -torch.inf)
-    flat.index_add_(0, biased, bias)
-    values = flat[seen]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values = torch.where(times > 0, values - (frequency * times.float() + presence), values)
-    return flat.index_copy_(0, seen, values)[:-1].view_as(logits)
-
-
-def _held(kind: Any, address: int | None, count: int) -> NDArray[Any]:
-    """Returns a copy of an array in the host's memory; an empty one where there is none."""
-    return np.array((kind * count).from_address(address)) if address and count else np.empty(0, kind)
-
-
-def _counted(
-    ids: NDArray[np.int64], times: NDArray[np.int32], token: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Returns the counts of generated tokens with one more."""
-    at = np.flatnonzero(ids == token)
-    if not len(at):
-        return np.append(ids, token), np.append(times, np.int32(1))
-    times = times.copy()
-    times[at] += 1
-    return ids, times

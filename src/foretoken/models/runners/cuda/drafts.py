@@ -23,6 +23,7 @@ from torch import Tensor
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.chains import LATER, TREE_KINDS, TYPICAL, ChainRequest, DraftVocabulary, Draws
 from foretoken.models.runners.base import DeeperLayer
+from foretoken.models.runners.cuda.changes import ChangeSizes, DraftChanges, LevelChanges
 from foretoken.models.runners.cuda.graphs import Inputs
 from foretoken.models.runners.cuda.layout import OUTPUTS, Bucket, RowLayout, fill, read_states, write_states
 from foretoken.models.runners.cuda.page_cache import PageCache, Places
@@ -58,6 +59,7 @@ class Tables(NamedTuple):
     levels: Tensor  # [levels - 1, ...]
     states: Tensor  # addresses of the target's states
     below: Tensor  # of sampled trees, by sequence and depth; see ``reach_below``
+    changes: Tensor  # of logits, see ``DraftChanges``
     passes: list[Tensor]
     deeper: list[Tensor]  # the new rows of deeper layers
     links: list[Tensor]  # rows and addresses of the states that these read
@@ -83,6 +85,7 @@ class DraftBucket:
         filtered: whether any distribution has a filter.
         distributions: whether the distributions of tokens are returned.
         tokens: size and width of the vocabulary, and the identity of its tokens and of its successors.
+        changes: sizes of the changes of logits; None for none.
         fed: number, width and type of the target's states of a row, if ``passes[0]`` reads them where they are.
         deeper: the new rows of layers that draft a level each.
     """
@@ -102,6 +105,7 @@ class DraftBucket:
     distributions: bool
     tokens: tuple[int, int, int, int]
     fed: tuple[int, int, torch.dtype] | None
+    changes: ChangeSizes | None = None
     deeper: tuple[Bucket, ...] = ()
 
     @property
@@ -127,6 +131,7 @@ class DraftBucket:
         state: int | None,
         foreseen: bool,
         deeper: int = 0,
+        changes: ChangeSizes | None = None,
     ) -> DraftBucket:
         """Returns the smallest bucket that holds the drafts: chains, and trees of one width.
 
@@ -162,6 +167,7 @@ class DraftBucket:
             distributions=any(draw.rows for draw in draws),
             tokens=(vocabulary.size, vocabulary.width, id(vocabulary.ids), id(vocabulary.after)),
             fed=None if plans[0].states is None else plans[0].states.kind,
+            changes=changes,
             deeper=tuple(_coarse(Bucket.of(rows, (), False)) for rows in below),
         )
 
@@ -181,6 +187,7 @@ class DraftBucket:
             (passes, LEVEL_ROWS, rows),
             (self.passes[0].rows, 0 if self.fed is None else self.fed[0]),
             (self.sequences, self.levels, self.kept * self.drawn),
+            (0 if self.changes is None else LevelChanges.size(self.changes, self.sequences),),
             *(each.shape for each in (*self.passes, *self.deeper)),
             *((SOURCES + 1, max(each.rows, self.sequences)) for each in self.deeper),
             *((pages, rows) for _ in self.deeper),
@@ -190,8 +197,8 @@ class DraftBucket:
         """Returns the tables in the memory of the whole."""
         parts = table.split([math.prod(shape) for shape in self.tables])
         single = [part.view(shape) for part, shape in zip(parts, self.tables, strict=True)]
-        several, counts = iter(single[5:]), (len(self.passes), *[len(self.deeper)] * 3)
-        return Tables(*single[:5], *([*islice(several, count)] for count in counts))
+        several, counts = iter(single[6:]), (len(self.passes), *[len(self.deeper)] * 3)
+        return Tables(*single[:6], *([*islice(several, count)] for count in counts))
 
 
 def _coarse(bucket: Bucket) -> Bucket:
@@ -267,13 +274,15 @@ def fill_drafts(
     pages: Sequence[Sequence[Places]],
     tile: int,
     pinned: bool,
-    links: Sequence[NDArray[np.int64]] = (),
+    links: Sequence[NDArray[np.int64]],
+    changes: DraftChanges,
 ) -> Tensor:
     """Returns all tables one after another, int64; see ``layout.fill`` for the arguments.
 
     Args:
         plans: the passes, then the new rows of deeper layers. ``pages`` are in the same order.
         links: results of ``link`` for the deeper layers.
+        changes: those of the requests.
     """
     whole = torch.zeros(bucket.size, dtype=torch.int64, pin_memory=pinned)
     tables, first = bucket.split(whole), len(bucket.passes) - 1
@@ -291,6 +300,7 @@ def fill_drafts(
             _fill_pages(table.numpy(), held, bucket.width)
     for table, values in zip(tables.links, links, strict=True):
         table.numpy()[:, : values.shape[1]] = values
+    changes.fill(tables.changes, bucket.sequences)
     read = plans[0].states
     if bucket.fed is not None and read is not None:
         addresses = np.array(read.addresses(), np.int64)
@@ -397,11 +407,13 @@ class Levels:
         layers: computes passes of each level; the last one also those behind.
         inputs: the result of ``fill_drafts``, and the features of the first pass of drafts.
         bucket: the bucket of both.
+        ids: int64 [size], the target's token of each logit; None if it is the logit's index.
         after: see ``DraftVocabulary``.
 
     Attributes:
         sequences: the table of sequences.
         below: float64 [sequences, levels, n]; see ``reach_below``.
+        unchanged: the logits of the level without changes, [sequences * n, size].
     """
 
     def __init__(
@@ -409,6 +421,7 @@ class Levels:
         layers: Sequence[LayerPasses],
         inputs: Inputs,
         bucket: DraftBucket,
+        ids: Tensor | None = None,
         after: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._layers, self._bucket, self._tables = layers, bucket, bucket.split(inputs.table)
@@ -421,7 +434,8 @@ class Levels:
         # of the last layer that began: its states at new rows, and at the rows of each level's tokens
         self._new, self._drafted = states, list[Tensor]()
         self._tokens, self._parents, self._paths = list[Tensor](), list[Tensor | None](), list[Tensor]()
-        self._level, self._after = 0, after
+        self._level, self._after, table, sizes = 0, after, self._tables.changes, bucket.changes
+        self._changes = None if sizes is None else LevelChanges(table, sizes, bucket.sequences, ids)
         self._numbers: dict[tuple[int, int, bool], Tensor] = {}
 
     def each(self, row: int, times: int = 1, floats: bool = False) -> Tensor:
@@ -436,9 +450,11 @@ class Levels:
         return self._numbers[key]
 
     def first(self) -> Tensor:
-        """Returns the logits of the first level, [sequences, V]."""
-        foreseen, count = self._bucket.foreseen, self._bucket.sequences
-        return self._foreseen(self.sequences[ROOT]) if foreseen else self._first[:count]
+        """Returns the logits of the first level, [sequences, size]."""
+        foreseen, (size, *_) = self._bucket.foreseen, self._bucket.tokens
+        logits = self._foreseen(self.sequences[ROOT]) if foreseen else self._first[: self._bucket.sequences]
+        self.unchanged = logits[:, :size]
+        return self.unchanged if self._changes is None else self._changes.at_roots(self.unchanged)
 
     def next(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """Computes the next level.
@@ -448,8 +464,12 @@ class Levels:
             parents: the rows of the level before that they follow, [sequences * width]; None if they are the same.
 
         Returns:
-            The logits of its rows, [sequences * width, V].
+            The logits of its rows, [sequences * width, size].
         """
+        self.unchanged = self._computed(tokens, parents)[:, : self._bucket.tokens[0]]
+        return self.unchanged if self._changes is None else self._changes.below(self.unchanged, tokens, parents)
+
+    def _computed(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
         self._level += 1
         if self._bucket.foreseen:
             return self._foreseen(tokens)

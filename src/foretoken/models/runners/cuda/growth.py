@@ -46,7 +46,7 @@ class Chains:
     def next(self, logits: Tensor) -> Tensor:
         """Returns the next token of each chain by the logits [sequences, V] behind it."""
         bucket, ids = self._bucket, self._ids
-        index, probability, rows = _choose(logits[:, : bucket.tokens[0]], len(self._tokens), self._levels, bucket, ids)
+        index, probability, rows = _choose(logits, len(self._tokens), self._levels, bucket, ids)
         self._tokens.append(index if ids is None else ids.take(index))
         self._probabilities.append(probability)
         if bucket.distributions and rows is not None:
@@ -91,11 +91,15 @@ def _choose(
     """Chooses a token for each row.
 
     Returns:
-        Its index among the logits; the probability of the likeliest token, NaN where no token is possible; and the
-        distributions that tokens are sampled from, None if all are the likeliest ones.
+        Its index among the logits; the probability of the likeliest token by the unchanged logits, NaN where no token
+        is possible; and the distributions that tokens are sampled from, None if all are the likeliest ones.
     """
     index = logits.argmax(-1)
     probability = logits.softmax(-1).gather(-1, index[:, None])[:, 0]  # NaN if any logit is, or the largest is infinite
+    if bucket.changes is not None:
+        times = len(levels.unchanged) // len(logits)  # the first rows of trees are those of chains
+        plain = levels.unchanged[::times].softmax(-1).gather(-1, index[:, None])[:, 0]
+        probability = plain.where(~probability.isnan(), probability)
     if bucket.sources == (LIKELIEST,):
         return index, probability, None
     rows, source = distributions(logits, levels, bucket), levels.sequences[SOURCE]
@@ -149,7 +153,7 @@ def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> State
     for level in range(bucket.levels):
         start = scores.shape[1]  # number of the level's first node
         chained = None if chains is None else chains.next(logits.view(count, -1, logits.shape[1])[:, 0])
-        likely, index = _candidates(logits[:, : bucket.tokens[0]], level, levels, bucket, ids)
+        likely, index = _candidates(logits, level, levels, bucket, ids)
         tokens.append((index if ids is None else ids.take(index)).view(count, -1))
         parents.append(frontier[..., None].expand(-1, -1, width).flatten(1))
         scores = torch.cat((scores, (above[..., None] + likely.view(count, -1, width)).flatten(1)), 1)

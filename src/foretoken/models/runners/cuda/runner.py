@@ -25,6 +25,7 @@ from foretoken.models.device_logits import DeviceRows, DeviceTaps, TappedMemory
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, ExpertWeights, LayerWeights
 from foretoken.models.runners.base import DeeperLayer, Injected, Move, Pass, Runner
+from foretoken.models.runners.cuda.changes import DraftChanges
 from foretoken.models.runners.cuda.choice import DeviceChooser
 from foretoken.models.runners.cuda.drafts import (
     MAX_ROWS,
@@ -275,16 +276,17 @@ class CudaRunner(TorchRunner):
             rows, table = link(plans[-1], layer, states)
             plans.append(rows)
             links.append(table)
-        bucket = DraftBucket.of(plans, requests, vocabulary, state, foreseen, len(deeper))
+        changes = DraftChanges(requests, vocabulary.width)
+        bucket = DraftBucket.of(plans, requests, vocabulary, state, foreseen, len(deeper), changes.sizes)
         for runner in filter(None, (injector, *runners)):
             runner._reserve_positions(bucket.first.longest)
-        tables = fill_drafts(plans, requests, bucket, pages, self._tile, self._device.type == "cuda", links)
+        tables = fill_drafts(plans, requests, bucket, pages, self._tile, self._device.type == "cuda", links, changes)
         fed = self._fed(plans[0]) if bucket.fed is None else None
         inputs, ids = Inputs(tables, fed, rows=bucket.passes[0].rows), self._token_ids(vocabulary)
 
         def compute(inputs: Inputs) -> States:
             layers = [LayerPasses(each._level_of(bucket), each._paged, each._biases) for each in runners]
-            levels = Levels(layers, self._entered(inputs, bucket, injector), bucket, vocabulary.after)
+            levels = Levels(layers, self._entered(inputs, bucket, injector), bucket, ids, vocabulary.after)
             grow = grow_sampled_trees if bucket.drawn else grow_trees if bucket.kept else grow_chains
             grown = grow(levels, bucket, ids)
             levels.finish()
