@@ -93,13 +93,14 @@ def test_the_wheel_has_the_whole_package_and_its_kernels(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_a_wheel_compares_its_kernels(wheel: Path) -> None:
-    arguments = ["--scheme", "int8", "--rows", "3", "--context", "8", "--turns", "2", "--json", "--target"]
-    program = ROOT / "benchmarks" / "schemes.py"
-    command = [sys.executable, str(program), "--wheel", str(wheel), *arguments, str(zoo.path("draft"))]
+def test_the_benchmark_of_a_wheel_compares_its_kernels(wheel: Path, tmp_path: Path) -> None:
+    arguments = ["--scheme", "int8", "--rows", "3", "--context", "8", "--turns", "2", "--output"]
+    program, result = ROOT / "benchmarks" / "schemes.py", tmp_path / "result.json"
+    command = [sys.executable, str(program), "--wheel", str(wheel), "--target", str(zoo.path("draft"))]
+    command += [*arguments, str(result)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    compiled, wheel_passes = json.loads(done.stdout)["times"]
+    compiled, wheel_passes = json.loads(result.read_text())["times"]
     assert (wheel_passes["rows"], wheel_passes["same_bits"]) == (3, True) and compiled["rows"] == 3
 
 
