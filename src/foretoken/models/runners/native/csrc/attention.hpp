@@ -7,7 +7,7 @@
 // The next page is prefetched to the second level of caches while many queries multiply the current one, with AMX while they
 // multiply its values. At one row, which waits for memory, that was slower than to the first level in one go (1.2 times one
 // thread's time behind 6,000 tokens; at four and eight rows 0.93 times. Zen 5; with AMX, five and nine rows behind 1,000 tokens:
-// 0.85 and 0.84 times).
+// 0.85 and 0.88 times).
 //
 // Each stretch of STRETCH positions has sums of its own, which are merged in order. So several threads may compute a row's
 // stretches, and whether they do changes no bit.
