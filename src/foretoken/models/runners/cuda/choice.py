@@ -396,19 +396,18 @@ class Walk:
             results: [rows, 4], the token of each row and ``TreeRows.measures``.
         """
         reached, weights, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
-        path, stream = [-1], self._stream
-        untested = [iter([node for node, above in enumerate(self.parents) if above == -1])]
+        path, stream, untested = [-1], self._stream, [list[int]() for _ in range(self.count)]  # children of each row
+        for node in reversed(range(len(self.parents))):
+            untested[self.parents[node] + 1].append(node)
         while True:
-            child = next(untested[-1], None)
-            if child is not None:
+            if children := untested[path[-1] + 1]:
+                child = children.pop()
                 if reached[child + 1] > 0.0:
                     path.append(child)
-                    untested.append(iter([node for node, above in enumerate(self.parents) if above == child]))
             elif path[-1] < 0 or stream.bernoulli(weights[path[-1] + 1], path[-1] + 1):
                 break
             else:
                 path.pop()
-                untested.pop()
         self._accept(path[1:], int(results[path[-1] + 1, 0]), chances[1 : 1 + len(self.tokens)].tolist())
 
     @property

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.sampling import nucleus_sorted
-from foretoken.core.streams import exponentials_at
 from foretoken.models.runners.cuda.drafts import (
     BUDGET,
     FLOOR,
@@ -22,10 +21,9 @@ from foretoken.models.runners.cuda.drafts import (
     TOP_K,
     TOP_P,
     TREE,
-    DraftBucket,
-    Levels,
 )
 from foretoken.models.runners.cuda.graphs import States
+from foretoken.models.runners.cuda.levels import Levels
 
 NODES, ROWS = range(2)  # results of a graph
 
@@ -35,22 +33,19 @@ class Chains:
 
     Args:
         levels: the passes.
-        bucket: their bucket.
-        ids: int64 [size], the target's token of each logit; None if it is the logit's index.
     """
 
-    def __init__(self, levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> None:
-        self._levels, self._bucket, self._ids = levels, bucket, ids
+    def __init__(self, levels: Levels) -> None:
+        self._levels = levels
         self._tokens, self._probabilities, self._rows = list[Tensor](), list[Tensor](), list[Tensor]()
 
     def next(self, logits: Tensor) -> Tensor:
         """Returns the next token of each chain by the logits [sequences, V] behind it."""
-        bucket, ids = self._bucket, self._ids
-        index, probability, rows = _choose(logits, len(self._tokens), self._levels, bucket, ids)
-        self._tokens.append(index if ids is None else ids.take(index))
+        index, probability, rows = _choose(logits, len(self._tokens), self._levels)
+        self._tokens.append(self._levels.targets(index))
         self._probabilities.append(probability)
-        if bucket.distributions and rows is not None:
-            self._rows.append(widened(rows, ids, bucket.tokens[1]))
+        if self._levels.bucket.distributions and rows is not None:
+            self._rows.append(self._levels.widened(rows))
         return self._tokens[-1]
 
     def results(self) -> States:
@@ -64,12 +59,12 @@ class Chains:
         return nodes | {ROWS: torch.stack(self._rows, 1)} if self._rows else nodes
 
 
-def grow_chains(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> States:
+def grow_chains(levels: Levels) -> States:
     """Grows a chain for each sequence; see ``Chains``."""
-    chains, logits = Chains(levels, bucket, ids), levels.first()
-    for level in range(bucket.levels):
+    chains, logits = Chains(levels), levels.first()
+    for level in range(levels.bucket.levels):
         tokens = chains.next(logits)
-        if level + 1 < bucket.levels:
+        if level + 1 < levels.bucket.levels:
             logits = levels.next(tokens)
     return chains.results()
 
@@ -79,22 +74,14 @@ def node_fields(tokens: Tensor, up: Tensor, scores: Tensor) -> Tensor:
     return torch.stack((tokens.int(), up.int(), scores.view(torch.int32)))
 
 
-def widened(rows: Tensor, ids: Tensor | None, width: int) -> Tensor:
-    if ids is None:
-        return rows
-    return rows.new_zeros(len(rows), width).index_copy_(1, ids, rows)
-
-
-def _choose(
-    logits: Tensor, level: int, levels: Levels, bucket: DraftBucket, ids: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _choose(logits: Tensor, level: int, levels: Levels) -> tuple[Tensor, Tensor, Tensor | None]:
     """Chooses a token for each row.
 
     Returns:
         Its index among the logits; the probability of the likeliest token by the unchanged logits, NaN where no token
         is possible; and the distributions that tokens are sampled from, None if all are the likeliest ones.
     """
-    index = logits.argmax(-1)
+    index, bucket = logits.argmax(-1), levels.bucket
     probability = logits.softmax(-1).gather(-1, index[:, None])[:, 0]  # NaN if any logit is, or the largest is infinite
     if bucket.changes is not None:
         times = len(levels.unchanged) // len(logits)  # the first rows of trees are those of chains
@@ -102,28 +89,22 @@ def _choose(
         probability = plain.where(~probability.isnan(), probability)
     if bucket.sources == (LIKELIEST,):
         return index, probability, None
-    rows, source = distributions(logits, levels, bucket), levels.sequences[SOURCE]
+    rows, source = distributions(logits, levels), levels.sequences[SOURCE]
     if FRACTION in bucket.sources:
         index = index.where(source != FRACTION, at_fraction(rows, levels.each(NOISE + level).view(torch.float64)))
     if RACE in bucket.sources:
-        index = index.where(source != RACE, _race(rows, levels.each(NOISE + level), ids).argmax(-1))
+        index = index.where(source != RACE, levels.raced(rows, levels.each(NOISE + level)).argmax(-1))
     return index, probability, rows
 
 
-def distributions(logits: Tensor, levels: Levels, bucket: DraftBucket, times: int = 1) -> Tensor:
+def distributions(logits: Tensor, levels: Levels, times: int = 1) -> Tensor:
     """Returns the probabilities [sequences * times, V] of ``SamplingLaw``, by the parameters of each sequence."""
     scores = (logits - logits.amax(-1, keepdim=True)) / levels.each(TEMPERATURE, times, floats=True)
-    if bucket.filtered:
+    if levels.bucket.filtered:
         scores = scores.masked_fill(scores < levels.each(MIN_P, times, floats=True), -torch.inf)
         kept = scores.sort(-1, descending=True).values.gather(-1, levels.each(TOP_K, times) - 1)
         scores = nucleus_sorted(scores.masked_fill(scores < kept, -torch.inf), levels.each(TOP_P, times, floats=True))
     return scores.softmax(-1)
-
-
-def _race(rows: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor:
-    """Returns the race of each row [rows, V] by its key [rows, 1]; see ``SharedStream.race``."""
-    tokens = torch.arange(rows.shape[1], device=rows.device) if ids is None else ids
-    return rows.double() / exponentials_at(keys, tokens)
 
 
 def at_fraction(rows: Tensor, fraction: Tensor) -> Tensor:
@@ -134,7 +115,7 @@ def at_fraction(rows: Tensor, fraction: Tensor) -> Tensor:
     return ((rows > 0) * (1 + beyond.int())).argmax(-1)
 
 
-def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> States:
+def grow_trees(levels: Levels) -> States:
     """Grows a tree of likely tokens for each sequence, as ``propose.tree.Tree`` does, or a chain in its first rows.
 
     Nodes are numbered level by level; those of a level are the candidates of its frontier, ``width`` of each node.
@@ -143,8 +124,9 @@ def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> State
         ``NODES``, the best nodes in the order of their numbers. Those that are not there come last. With chains also
         ``ROWS``.
     """
+    bucket = levels.bucket
     count, width = bucket.sequences, bucket.width
-    logits, chains = levels.first(), Chains(levels, bucket, ids) if bucket.mixed else None
+    logits, chains = levels.first(), Chains(levels) if bucket.mixed else None
     above = torch.zeros_like(levels.each(FLOOR, floats=True))  # [sequences, frontier], -inf for nodes not expanded
     frontier = torch.full_like(levels.each(BUDGET), -1)  # [sequences, frontier], numbers of nodes
     numbers = torch.arange(width + (bucket.levels - 1) * width**2, device=logits.device).expand(count, -1)
@@ -153,8 +135,8 @@ def grow_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> State
     for level in range(bucket.levels):
         start = scores.shape[1]  # number of the level's first node
         chained = None if chains is None else chains.next(logits.view(count, -1, logits.shape[1])[:, 0])
-        likely, index = _candidates(logits, level, levels, bucket, ids)
-        tokens.append((index if ids is None else ids.take(index)).view(count, -1))
+        likely, index = _candidates(logits, level, levels)
+        tokens.append(levels.targets(index).view(count, -1))
         parents.append(frontier[..., None].expand(-1, -1, width).flatten(1))
         scores = torch.cat((scores, (above[..., None] + likely.view(count, -1, width)).flatten(1)), 1)
         order = scores.sort(dim=1, descending=True, stable=True).indices
@@ -195,15 +177,13 @@ def _kept(best: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, levels:
     return node_fields(tokens.gather(1, best), rank - at, scores.gather(1, best).where(there, -torch.inf))
 
 
-def _candidates(
-    logits: Tensor, level: int, levels: Levels, bucket: DraftBucket, ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _candidates(logits: Tensor, level: int, levels: Levels) -> tuple[Tensor, Tensor]:
     """Returns the likeliest tokens [rows, width], or the leaders of a race: scores, -inf for none, and indices."""
-    times = len(logits) // bucket.sequences
-    rows = distributions(logits, levels, bucket, times)
+    bucket, times = levels.bucket, len(logits) // levels.bucket.sequences
+    rows = distributions(logits, levels, times)
     values, index = rows.topk(bucket.width)
     if RACE in bucket.sources:
-        race, raced = _race(rows, levels.each(NOISE + level, times), ids), levels.each(SOURCE, times) == RACE
+        race, raced = levels.raced(rows, levels.each(NOISE + level, times)), levels.each(SOURCE, times) == RACE
         leaders = race.topk(bucket.width)
         values = (leaders.values / race.sum(-1, keepdim=True)).float().where(raced, values)
         index = leaders.indices.where(raced, index)

@@ -30,9 +30,6 @@ from foretoken.models.runners.cuda.choice import DeviceChooser
 from foretoken.models.runners.cuda.drafts import (
     MAX_ROWS,
     DraftBucket,
-    LayerPasses,
-    Levels,
-    Run,
     fill_drafts,
     level_width,
     link,
@@ -51,6 +48,7 @@ from foretoken.models.runners.cuda.layout import (
     read_states,
     receive,
 )
+from foretoken.models.runners.cuda.levels import LayerPasses, Levels, Run
 from foretoken.models.runners.cuda.page_cache import Moves, PageCache, Places
 from foretoken.models.runners.cuda.sampled_trees import grow_sampled_trees
 from foretoken.models.runners.functional import best, normalize
@@ -288,7 +286,7 @@ class CudaRunner(TorchRunner):
             layers = [LayerPasses(each._level_of(bucket), each._paged, each._biases) for each in runners]
             levels = Levels(layers, self._entered(inputs, bucket, injector), bucket, ids, vocabulary.after)
             grow = grow_sampled_trees if bucket.drawn else grow_trees if bucket.kept else grow_chains
-            grown = grow(levels, bucket, ids)
+            grown = grow(levels)
             levels.finish()
             return grown
 
@@ -319,7 +317,7 @@ class CudaRunner(TorchRunner):
         return replace(inputs, features=None)
 
     def _level_of(self, bucket: DraftBucket) -> Run:
-        """Returns the function that computes the passes of drafts; see ``drafts.Run``."""
+        """Returns the function that computes the passes of drafts; see ``levels.Run``."""
         taps, last = bucket.first.taps, self._architecture.layers
 
         def run(layout: RowLayout, outputs: Tensor | None, features: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -6,22 +6,23 @@ import torch
 from torch import Tensor
 
 from foretoken.models.chains import LATER, MAX_FIRST, MIN_FIRST, TYPICAL
-from foretoken.models.runners.cuda.drafts import BUDGET, NOISE, STEPS, DraftBucket, Levels
+from foretoken.models.runners.cuda.drafts import BUDGET, NOISE, STEPS
 from foretoken.models.runners.cuda.graphs import States
-from foretoken.models.runners.cuda.growth import NODES, ROWS, at_fraction, distributions, node_fields, widened
+from foretoken.models.runners.cuda.growth import NODES, ROWS, at_fraction, distributions, node_fields
+from foretoken.models.runners.cuda.levels import Levels
 
 
-def grow_sampled_trees(levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> States:
+def grow_sampled_trees(levels: Levels) -> States:
     """Grows a tree of sampled tokens for each sequence.
 
     Returns:
         ``NODES``; those that are not there come last. ``ROWS``, [sequences, 2 + nodes, width]: the distribution of the
         root's children and of each node's, zeros where there are none. The last one has no meaning.
     """
-    tree, logits = SampledTrees(levels, bucket, ids), levels.first()
-    for level in range(bucket.levels):
+    tree, logits = SampledTrees(levels), levels.first()
+    for level in range(levels.bucket.levels):
         tree.expand(logits, level)
-        if level + 1 < bucket.levels:
+        if level + 1 < levels.bucket.levels:
             logits = levels.next(*tree.advance(level + 1))
     return tree.results()
 
@@ -31,12 +32,11 @@ class SampledTrees:
 
     Args:
         levels: the passes.
-        bucket: their bucket.
-        ids: int64 [size], the target's token of each logit; None if it is the logit's index.
     """
 
-    def __init__(self, levels: Levels, bucket: DraftBucket, ids: Tensor | None) -> None:
-        self._levels, self._bucket, self._ids = levels, bucket, ids
+    def __init__(self, levels: Levels) -> None:
+        self._levels, self._bucket = levels, levels.bucket
+        bucket = levels.bucket
         count, nodes, table = bucket.sequences, bucket.kept, levels.sequences
         self._count = torch.zeros_like(levels.each(BUDGET))  # number of nodes
         self._tokens = torch.zeros(count, nodes + 1, dtype=torch.int64, device=table.device)
@@ -52,8 +52,8 @@ class SampledTrees:
     def expand(self, logits: Tensor, level: int) -> None:
         """Samples children of the frontier by its logits [sequences * frontier, V]."""
         bucket, width = self._bucket, self._bucket.siblings
-        (count, frontier), size = self._frontier.shape, bucket.tokens[0]
-        rows = distributions(logits[:, :size], self._levels, bucket, frontier).nan_to_num(0.0)
+        count, frontier = self._frontier.shape
+        rows = distributions(logits, self._levels, frontier).nan_to_num(0.0)
         firsts = MIN_FIRST + (MAX_FIRST - MIN_FIRST) * rows.double().pow(3).sum(-1).view(count, frontier)
         planned = self._plan(self._above, firsts, level)
         self._keep(rows, planned)
@@ -74,8 +74,7 @@ class SampledTrees:
                 chance = (share / mass).clamp(max=1.0).where(fixed, chance)
             mass = (mass - share).clamp(min=1e-9)
             reach = (above * chance).where(there, 0.0)
-            tokens = token if self._ids is None else self._ids.take(token)
-            self._tokens.scatter_(1, number, tokens.view(count, frontier))
+            self._tokens.scatter_(1, number, self._levels.targets(token).view(count, frontier))
             self._parents.scatter_(1, number, self._frontier)
             self._reach.scatter_(1, number, reach)
             above = above * (1.0 - chance)
@@ -89,7 +88,7 @@ class SampledTrees:
         count, places = len(planned), self._bucket.kept + 2
         index = (self._frontier + 1).where(planned > 0, places - 1)
         index = index + places * torch.arange(count, device=index.device)[:, None]
-        self._rows.index_copy_(0, index.flatten(), widened(rows, self._ids, self._bucket.tokens[1]))
+        self._rows.index_copy_(0, index.flatten(), self._levels.widened(rows))
 
     def advance(self, depth: int) -> tuple[Tensor, Tensor]:
         """Makes the newest nodes that are to have children the frontier.

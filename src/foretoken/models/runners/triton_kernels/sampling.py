@@ -7,6 +7,8 @@ where a random number meets the edge between two tokens to 16 digits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -489,23 +491,33 @@ def chosen(
     drawn = logits, rows.sources, rows.noise, *distribution, drawn_from, measures[1]
     wide, ranks, of_trees = triton.next_power_of_2(blocks), 0, (best, best, best, mass, mass, mass, start)
     if trees is not None:
-        ranks = trees.children.shape[1]
-        rejected = trees.drawn_from, trees.drafted, trees.children
-        of_trees = *rejected, trees.weights, trees.masses, trees.rests, start
-        sums, totals = torch.empty((2, count, blocks), dtype=torch.float64, device=device)
-        states = *rejected, trees.depths, trees.weights, trees.masses, trees.rests, sums, totals
-        of_stages = {"CHUNKS": blocks, "RANKS": ranks, "num_warps": 4, **strict}
-        for depth in range(trees.deepest + 1):
-            for rank in range(ranks):
-                stage = start, depth, rank
-                _sum_excess[(count, blocks)](logits, *distribution, *states, *stage, LENGTH=BLOCK, **of_stages)
-                _reject[(count,)](logits, *distribution, *states, trees.chances, *stage, WIDE=wide, **of_stages)
+        ranks = _reject_nodes(logits, distribution, trees, start, strict)
+        rejected = trees.drawn_from, trees.drafted, trees.children, trees.weights, trees.masses, trees.rests
+        of_trees = *rejected, start
     sizes = {"CHUNKS": blocks, "LENGTH": BLOCK, "SAMPLED": chains is not None, "RANKS": ranks, "num_warps": 4, **strict}
     _draw[(count, blocks)](*drawn, masses, plain, winners, *of_trees, **sizes)
     _pick[(count,)](*drawn, best, masses, plain, winners, tokens, measures[0], *of_trees, WIDE=wide, **sizes)
     if chains is None and trees is None:
         return tokens[:, None]
     return torch.cat((tokens[:, None], measures.view(torch.int64).T), 1)
+
+
+def _reject_nodes(
+    logits: Tensor, distribution: Sequence[Tensor], trees: TreeRows, start: int, strict: dict[str, int]
+) -> int:
+    """Computes weights, masses and rests of sampled trees, sibling by sibling. Returns the number of siblings."""
+    count, size = logits.shape
+    blocks, ranks = triton.cdiv(size, BLOCK), trees.children.shape[1]
+    sums, totals = torch.empty((2, count, blocks), dtype=torch.float64, device=logits.device)
+    nodes_of = trees.drawn_from, trees.drafted, trees.children, trees.depths
+    states = *nodes_of, trees.weights, trees.masses, trees.rests, sums, totals
+    sizes, wide = {"CHUNKS": blocks, "RANKS": ranks, "num_warps": 4, **strict}, triton.next_power_of_2(blocks)
+    for depth in range(trees.deepest + 1):
+        for rank in range(ranks):
+            stage = start, depth, rank
+            _sum_excess[(count, blocks)](logits, *distribution, *states, *stage, LENGTH=BLOCK, **sizes)
+            _reject[(count,)](logits, *distribution, *states, trees.chances, *stage, WIDE=wide, **sizes)
+    return ranks
 
 
 def described(logits: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
