@@ -236,8 +236,13 @@ CHANGED_DRAFTS = [*CHANGED, "sampled, penalties", "sampled, few tokens", "sample
 LOOKS = "phrases", "sampled, phrases", "grammar"  # the host looks at drafts, because it alone knows what may follow
 
 
-@pytest.mark.parametrize("text", CHANGED_DRAFTS)
-@pytest.mark.parametrize("drafter", [*MODELS[:3], "DSpark: chain"])
+@pytest.mark.parametrize(
+    "drafter, text",
+    [
+        *product([*MODELS[:3], "DSpark: chain"], CHANGED_DRAFTS),
+        *product(["draft model: sampled", "EAGLE-3: sampled"], CHANGED_DRAFTS[-3:]),
+    ],
+)
 def test_changed_logits_of_one_request_keep_the_drafts_of_all_on_the_device(
     drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path
 ) -> None:
@@ -258,7 +263,7 @@ UNCHANGED = ("greedy", "coupled", "unscaled coupled", "sampled", "filtered", "un
     "drafter, text",
     [
         *product([*MODELS[:3], "DSpark: chain", "P-EAGLE: top_k"], (*UNCHANGED, *CHANGED_DRAFTS)),
-        *product(["draft model: sampled"], UNCHANGED),
+        *product(["draft model: sampled"], (*UNCHANGED, *CHANGED_DRAFTS[-3:])),
     ],
 )
 def test_drafts_that_stay_on_the_device_change_no_token(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.models.graphed import on_graphs
 from tests.models.heads import blocks, tiny
-from tests.models.heads.test_drafts_at_once import CONFIGS, REQUESTS, drafts, same_drafts
+from tests.models.heads.test_drafts_at_once import CONFIGS, PENALIZED, REQUESTS, Request, drafts, same_drafts
 from tests.models.heads.test_drafts_at_once import HEADS as HEADS_BY_NAME
 from tests.models.plain import text
 from tests.models.test_graphs import META, Guarded, States
@@ -57,6 +57,7 @@ HEADS = (
     "MTP",
     "MTP, two layers",
 )
+SAMPLED_TREES = "EAGLE-3, few tokens", "P-EAGLE", "MTP, two layers"
 FILTERED = SamplingLaw(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01)
 
 
@@ -78,15 +79,15 @@ def drawn(stream: PrivateStream | SharedStream, count: int, law: SamplingLaw = F
 
 
 @pytest.mark.parametrize(
-    "head, config",
+    "head, config, request_of",
     [
-        *product(HEADS, ("chain", "tree", "wide tree")),
-        *product(("EAGLE-3, few tokens", "P-EAGLE", "MTP, two layers"), ("sampled tree", "greedy_multi tree")),
+        *product(HEADS, ("chain", "tree", "wide tree"), [REQUESTS["drawn"]]),
+        *product(SAMPLED_TREES, ("sampled tree", "greedy_multi tree"), [REQUESTS["drawn"], PENALIZED]),
     ],
 )
-def test_heads_draft_as_level_by_level(head: str, config: str, tmp_path: Path) -> None:
+def test_heads_draft_as_level_by_level(head: str, config: str, request_of: Request, tmp_path: Path) -> None:
     once, levels = (
-        drafts(tmp_path, CONFIGS[config], head, at_once, on_graphs(), REQUESTS["drawn"]) for at_once in (True, False)
+        drafts(tmp_path, CONFIGS[config], head, at_once, on_graphs(), request_of) for at_once in (True, False)
     )
     same_drafts(once, levels, 1e-6)
 

@@ -251,9 +251,8 @@ def _request(model: DraftsChains[Opened], grower: AtOnce, narrow: bool) -> Chain
     request = grower.request() if model.drafts_chains else None
     if request is None or (narrow and (request.draws or request.changes)):
         return None
-    sampled_tree = request.tree is not None and request.tree.kind != "ranked"
     if not model.adapts_levels:  # a device draws by itself, and the host may look at what it has drafted
-        return None if sampled_tree and request.changes is not None else request
+        return request
     missing = request.possible is not None or (request.changes is not None and sampling.drawing() is None)
     return None if missing else request
 
