@@ -15,10 +15,11 @@ from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
+from foretoken.models.chains import DraftStop
 from foretoken.models.toy import ToyModel
 from foretoken.propose import growers
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.scores import DraftStop, entropy_bound, make_stop
+from foretoken.propose.scores import entropy_bound, make_stop
 from foretoken.verify import choose
 
 from .decode_step import Pair, drawn, table

@@ -238,7 +238,8 @@ class CountedReads(TorchFunctionMode):
 
 
 def address(value: Any) -> int:
-    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
+    strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.untyped_storage().data_ptr() if strided else 0
 
 
 class CountedDevice:

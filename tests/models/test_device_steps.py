@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.propose.heads import random_head
 from torch import Tensor
 
 from foretoken.control.fixed import Fixed
@@ -42,7 +44,7 @@ from foretoken.propose.suffix import Lookup
 from foretoken.propose.union import Union, UnionMember
 
 from .counted import CPU, CountedDevice, Counts
-from .heads.test_drafts_at_once import HEADS
+from .heads.test_drafts_at_once import GATED, HEADS
 from .sampled_rows import LAWS
 from .test_graphs import META, NothingListed, NothingMixed, Repeated
 from .tiny import ARCHITECTURES
@@ -176,13 +178,25 @@ def test_a_step_is_three_launches_and_one_read(
         assert name in ("plain", "ngram") or sum(each.counts.accepted for each in result) > 10
 
 
+STOPS: dict[str, dict[str, Any]] = {
+    "margin": {"rule": "margin", "threshold": 0.05},
+    "entropy": {"rule": "entropy", "threshold": 0.2},
+    "learned": {"rule": "learned", "threshold": 0.7},
+}
+
+
 def proposer_of(drafter: str, device: CountedDevice, path: Path, folder: Path) -> Proposer:
     """Returns a model's or head's proposer on the device."""
     name, _, tree = drafter.partition(": ")
     with device.building():
-        if name in HEADS:
-            return HEADS[name](folder, {"tree": tree})
-        return DraftModel(device.model(path), DraftModelConfig(tree, top_k=2))  # type: ignore[arg-type]
+        if (head := name.removesuffix(", ended")) in HEADS | GATED:
+            return (HEADS | GATED)[head](
+                folder, {"tree": tree} | ({"confidence_threshold": 0.05} if head != name else {})
+            )
+        model, stop = device.model(path), STOPS.get(name.removeprefix("draft model, "))
+        if stop and stop["rule"] == "learned":
+            stop = {**stop, "model": random_head(folder / "stop", model.hidden_size)}
+        return DraftModel(model, DraftModelConfig(tree, top_k=2, draft_stop=stop))  # type: ignore[arg-type]
 
 
 MODELS = [
@@ -196,19 +210,22 @@ MODELS = [
 OTHERS = [
     "EAGLE 3.1: chain",
     "DSpark: chain",
+    "DSpark, gated: chain",
+    "DSpark, gated: top_k",
     "DSpark, few tokens: top_k",
     "DFlash: top_k",
     "JetSpec: chain",
     "P-EAGLE: chain",
     "P-EAGLE: top_k",
 ]
+STOPPED = [*(f"draft model, {stop}: chain" for stop in STOPS), "DSpark, ended: chain", "DSpark, gated, ended: chain"]
 
 
 @pytest.mark.parametrize(
     "drafter, text",
     [
         *product(MODELS, ("greedy", "sampled", "filtered", "unscaled")),
-        *product(OTHERS, ("greedy", "filtered", "unscaled")),
+        *product([*OTHERS, *STOPPED], ("greedy", "filtered", "unscaled")),
         *product(("draft model: top_k", "EAGLE-3: top_k"), ("coupled", "unscaled coupled")),
         *product(("draft model: sampled", "EAGLE-3: sampled"), ("filtered", "unscaled")),
         *product(("draft model: ranked", "EAGLE-3: at_once"), ("greedy, filtered", "unscaled, greedy")),
@@ -229,7 +246,8 @@ def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
             add(engine, number, texts[number % len(texts)], length, prompt=3)
         steps = counted(device, engine)
         assert all(s.launches <= 3 + s.captures and s.reads == 1 and not s.waits for s in steps), (batch, steps)
-        assert sum(engine.take(number).counts.drafted for number in range(batch)) >= batch
+        least = 1 if drafter in STOPPED else batch
+        assert sum(engine.take(number).counts.drafted for number in range(batch)) >= least
 
 
 CHANGED_DRAFTS = [*CHANGED, "sampled, penalties", "sampled, few tokens", "sampled, phrases"]
@@ -282,6 +300,29 @@ def test_drafts_that_stay_on_the_device_change_no_token(
         assert [each.counts.accepted for each in result] == [each.counts.accepted for each in expected]
         assert max(s.reads for s in steps) == 1 + (text in LOOKS) and max(s.reads for s in read) > 1
     assert "draft model" not in drafter or sum(each.counts.accepted for each in result) > 3
+
+
+@pytest.mark.parametrize("text", ["greedy", "unscaled", "unscaled coupled", "sampled, penalties"])
+@pytest.mark.parametrize("drafter", STOPPED)
+def test_scores_end_chains_on_the_device(
+    drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path
+) -> None:
+    """They end where the host, which looks at every token, ends them."""
+    model, results = device.model(path), list[list[Running]]()
+    for at_once in (True, False):
+        proposer = proposer_of(drafter, device, path, tmp_path)
+        if isinstance(proposer, DraftModel):
+            proposer.model.runner.computes_chains = at_once  # type: ignore[attr-defined]
+        elif not at_once:
+            proposer.net.vocabulary = None  # type: ignore[attr-defined]
+        result, steps = finished(device, model, text, proposer, None, 12)
+        results.append(result)
+        assert all(s.launches <= 3 + s.captures and s.reads == 1 and not s.waits for s in steps) == at_once, steps
+    once, levels = results
+    assert [each.counts.by_output for each in once] == [each.counts.by_output for each in levels]
+    assert [each.context.tokens for each in once] == [each.context.tokens for each in levels]
+    assert [each.counts.drafted for each in once] == [each.counts.drafted for each in levels]
+    assert sum(each.counts.drafted for each in once) < 5 * sum(each.counts.steps for each in once)
 
 
 def copied_or_drafted(device: CountedDevice, path: Path) -> Proposer:

@@ -28,7 +28,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models import device_drafts
 from foretoken.models.base import Model
-from foretoken.models.chains import ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain, TreeShape
+from foretoken.models.chains import ChainEnd, ChainRequest, DraftStop, DraftVocabulary, Draws, ModelChain, TreeShape
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
@@ -41,6 +41,7 @@ from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.remote_wire import DraftReply, decode, encode
+from foretoken.propose.scores import margin
 
 from .test_graphs import Draft, plan
 
@@ -54,6 +55,7 @@ HEADS = (
     "DFlash",
     "JetSpec",
     "DSpark, few tokens",
+    "DSpark, gated",
     "MTP",
     "MTP, two layers",
 )
@@ -264,6 +266,10 @@ CAPTURED = {
         replace(drawn(PrivateStream(1), 9), tree=TreeShape(3, 4, kind="sampled")),
         replace(drawn(PrivateStream(1), 6, SamplingLaw()), tree=TreeShape(3, 2, kind="sampled")),
     ],
+    "ended by scores": [
+        replace(drawn(PrivateStream(1), 4), stop=DraftStop(lambda rows: margin(rows.probs), 0.3)),
+        ChainRequest(3),
+    ],
     "greedy_multi trees": [replace(drawn(PrivateStream(1), 9), tree=TreeShape(3, 4, kind="greedy_multi"))] * 2,
 }
 
@@ -289,7 +295,9 @@ def test_captured_blocks_never_need_the_host(tmp_path: Path) -> None:
     with on_graphs(Blank):
         net = BlockNet(head, torch.zeros(VOCAB, 64), torch.float16, META, 512)
         handles = [net.open(), net.open()]
-        for requests in (CAPTURED["greedy"], CAPTURED["trees"]):
+        stop = DraftStop(net.confidence, 0.3, hidden=True)
+        ended = [replace(request, stop=stop) for request in CAPTURED["sampled"]]
+        for requests in (CAPTURED["greedy"], CAPTURED["trees"], ended):
             for handle, rows in zip(handles, (9, 2), strict=True):
                 net.extend(handle, text(rows, 1), torch.empty(rows, 64, dtype=torch.float16, device=META))
             assert len(net.chains(handles, requests, VOCAB)) == 2

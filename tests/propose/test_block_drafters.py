@@ -17,6 +17,7 @@ from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
+from foretoken.models.chains import ScoredRows
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockNet
 from foretoken.propose.base import Observation
@@ -81,8 +82,10 @@ def test_drawn_chains_carry_their_distributions(tmp_path: Path) -> None:
 def test_a_chain_ends_where_its_confidence_falls_below_the_threshold(tmp_path: Path) -> None:
     longest = proposer(tmp_path / "a", "dspark", tree="chain", confidence_threshold=1e-9)
     (context,) = ready(longest, 1)
-    longest.propose([context], [4])
-    chances = torch.tensor(longest._handles[0].confidence).cumprod(0).tolist()
+    (draft,) = longest.propose([context], [4])
+    handle, before = longest._handles[0], torch.tensor([*context.tokens[-1:], *draft.ids[:3]])
+    scored = ScoredRows(torch.empty(0), handle.states[:4], before, torch.tensor(True))
+    chances = longest.net.confidence(scored).cumprod(0).tolist()
     for wanted in range(4):
         threshold = (chances[wanted - 1] + chances[wanted]) / 2 if wanted else min(1.0, chances[0] + 1e-3)
         stopping = proposer(tmp_path / f"{wanted}", "dspark", tree="chain", confidence_threshold=threshold)

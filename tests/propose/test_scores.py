@@ -15,10 +15,11 @@ from foretoken.core.draft import PointMass, Sampled
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
+from foretoken.models.chains import DraftStop, ScoredRows
 from foretoken.models.toy import ToyModel
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.early_exit import EarlyExitConfig
-from foretoken.propose.scores import AcceptanceHead, DraftStop, check_stop, entropy_bound, features, make_stop, margin
+from foretoken.propose.scores import AcceptanceHead, check_stop, entropy_bound, features, make_stop, margin
 from foretoken.propose.vocabulary import VocabularyConfig
 
 TOY = ToyModel(8)
@@ -89,12 +90,13 @@ def test_a_head_reads_states_and_distributions(tmp_path: Path) -> None:
 def test_a_head_scores_one_position(tmp_path: Path) -> None:
     folder, hidden = random_head(tmp_path / "head", 8), torch.ones(8)
     head = AcceptanceHead.load(folder, torch.device("cpu"))
-    stop = make_stop({"rule": "learned", "model": folder}, TOY)
+    stop, greedy = make_stop({"rule": "learned", "model": folder}, TOY), torch.tensor([False])
     assert stop is not None
     wanted = float(head.chances(features(hidden[None], UNIFORM[None], False)))
-    assert stop.score(UNIFORM, hidden, False) == pytest.approx(wanted) and 0.05 < wanted < 0.95
+    rows = ScoredRows(UNIFORM[None], hidden[None], torch.tensor([3]), greedy)
+    assert float(stop.score(rows)) == pytest.approx(wanted) and 0.05 < wanted < 0.95
     with pytest.raises(TypeError, match="hidden states"):
-        stop.score(UNIFORM, None, False)
+        stop.score(rows._replace(hidden=None))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_a_draft_may_end_before_it_begins() -> None:
 def test_a_score_sees_the_sampled_distribution_and_of_greedy_requests_temperature_one() -> None:
     seen: list[torch.Tensor] = []
     proposer = DraftModel(DRAFT)
-    proposer.stop = DraftStop(lambda row, hidden, greedy: seen.append(row) or 1.0, 0.0)
+    proposer.stop = DraftStop(lambda rows: seen.append(rows.probs[0]) or torch.ones(1), 0.0)
     draft = proposer.propose([context(top_k=3)], [4])[0]
     assert isinstance(draft.law, Sampled)
     assert torch.equal(torch.stack(seen), draft.law.probs)
@@ -216,7 +218,7 @@ def test_the_policys_minimum_takes_the_place_of_the_threshold(temperature: float
         (0.5,), (0.0, 0.5), (0.0, 0.0), (0.1,)
     )  # at a score of 0.9 a token is accepted in half of all cases
     proposer = DraftModel(DRAFT)
-    proposer.stop = DraftStop(lambda row, hidden, greedy: 0.9, 1.0)
+    proposer.stop = DraftStop(lambda rows: torch.tensor([0.9]), 1.0)
     draft = proposer.propose([c], [DEPTH])[0]
     assert len(draft) == (4 if temperature == 0.0 else 3)  # 0.5 ** 4 is below 0.1
     assert draft.scores is not None and math.exp(draft.scores[0]) == pytest.approx(0.9)

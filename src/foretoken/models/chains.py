@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,30 @@ class Draws:
     keys: Sequence[int] = ()
     rows: bool = False  # whether the distributions are returned
 
+    @property
+    def random(self) -> bool:
+        return bool(self.uniforms or self.keys)
+
+
+class ScoredRows(NamedTuple):
+    """Rows whose next tokens a score estimates."""
+
+    probs: Tensor  # [n, V], the draft's distributions; of greedy drafts, those at temperature 1
+    hidden: Tensor | None  # [n, H], the hidden states that a score reads
+    tokens: Tensor  # int64 [n], the tokens before
+    greedy: Tensor  # bool [n], whether the drafts are greedy
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStop:
+    """A score, and where a chain ends by it."""
+
+    # estimates the acceptance [n] in [0, 1] of the next tokens, without the host where a device calls it
+    score: Callable[[ScoredRows], Tensor]
+    threshold: float  # acceptance of the chain below which it ends where the draft policy sets no minimum
+    hidden: bool = False  # whether the score reads hidden states
+    each: bool = False  # whether ``threshold`` is of each token rather than of all tokens so far
+
 
 class TokenLogits(Protocol):
     """Logits that a token adds to those behind it, computed by the kernels (DSpark, 2607.05147)."""
@@ -53,8 +77,8 @@ class DraftVocabulary:
     width: int  # number of tokens of the distributions that they are sampled from
     ids: Tensor | None = None  # int32 [size], ascending; the token of each logit; None if it is the logit's index
     successors: TokenLogits | None = None  # logits that a token adds to those behind it; None for none
-    # the same where torch computes them: from tokens, int64 [n], to float32 [n, V]
-    after: Callable[[Tensor], Tensor] | None = None
+    # the same where torch computes them: from tokens, int64 [n], and states of the rows, [n, H], to float32 [n, V]
+    after: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +108,7 @@ class ChainRequest:
     # returns the mask of the tokens that are possible at the root, in place of those of ``changes``, where the host
     # alone knows the masks of other nodes; None if tokens add all changes
     possible: Callable[[int], NDArray[np.bool_]] | None = None
+    stop: DraftStop | None = None  # ends a chain early, whatever its tokens are; None for none
 
     @property
     def rows(self) -> int:

@@ -161,7 +161,9 @@ class RunnerModel(Model):
         self._shorten(handles)
         plan = PassPlan.of(handles, drafts, [0] * len(handles))
         self._check_reach(max(part.end + request.rows for part, request in zip(plan.parts, requests, strict=True)))
-        chains = self.runner.chains(plan, requests, DraftVocabulary(vocab, vocab))
+        reads = any(request.stop is not None and request.stop.hidden for request in requests)
+        vocabulary, state = DraftVocabulary(vocab, vocab), self.num_layers if reads else None
+        chains = self.runner.chains(plan, requests, vocabulary, state)
         for number, handle in enumerate(handles):
             handle.cached = len(handle.tokens)
             handle.unread = partial(_nodes_drafted, chains, number)

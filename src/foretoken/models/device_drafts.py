@@ -130,12 +130,12 @@ class UnreadChain:
 def chain_of(
     request: ChainRequest, tokens: list[int], probs: list[float], read_rows: Callable[[int], Tensor] | None
 ) -> ModelChain:
-    """Returns a chain up to the first level where no token is possible, whose probability is NaN."""
+    """Returns a chain up to the first level where no token is possible or a score ends it: its probability is NaN."""
     possible = next((depth for depth, prob in enumerate(probs) if prob != prob), len(probs))
     ids, probs, count = tokens[:possible], probs[:possible], possible
     if request.draws is not None:
-        law = None if read_rows is None else SampledElsewhere(partial(read_rows, count))
-        return ModelChain(ids, count < request.limit, rows=law)
+        law = SampledElsewhere(partial(read_rows, count)) if read_rows is not None and count else None
+        return ModelChain(ids, count < request.limit, probabilities=probs if request.stop else [], rows=law)
     if request.end is not None:
         reach = 1.0
         for depth, prob in enumerate(probs):

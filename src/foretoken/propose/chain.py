@@ -28,9 +28,8 @@ from foretoken.core.native import sampling
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Stream
 from foretoken.models.base import Handle
-from foretoken.models.chains import ChainRequest, Draws, ModelChain, TreeShape
+from foretoken.models.chains import ChainRequest, DraftStop, Draws, ModelChain, ScoredRows, TreeShape
 from foretoken.models.device_drafts import UnreadChains, UnreadDraft
-from foretoken.propose.scores import DraftStop
 
 # Maps logits [rows, Vd] over the draft's vocabulary to [rows, V] over the target's.
 Widen = Callable[[Tensor], Tensor]
@@ -72,9 +71,14 @@ class Chain:
     def request(self) -> ChainRequest | None:
         """Returns the request to a model that drafts the chain at once; None if each token has to be inspected."""
         law, budget = self.law, self.budget
-        if self.stop is not None:
+        if self.stop is None:
+            return request_of(law, self.context, budget, draws_of(law, self.stream, budget, self.sampled))
+        if self.context.end is not None:
             return None
-        return request_of(law, self.context, budget, draws_of(law, self.stream, budget, self.sampled))
+        scored = self._scored_law
+        draws = draws_of(scored, self.stream, 0 if law.greedy else budget, self.sampled)
+        request = request_of(law, self.context, budget, draws)
+        return None if request is None or draws is None else replace(request, stop=self.stop)
 
     def take(self, chain: ModelChain) -> None:
         assert not isinstance(chain.rows, WithoutReplacementElsewhere)
@@ -117,8 +121,11 @@ class Chain:
     def _score(self, rows: NodeDistributions, logits: Tensor, certain: int | None, hidden: Tensor | None) -> None:
         """Estimates the acceptance of the next token, and ends the chain there if it is below the minimum."""
         if self.stop is not None:
-            tested = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
-            claim = self.stop.score(tested[0], None if hidden is None else hidden[0], self.law.greedy)
+            tested = self._rows(self._scored_law, logits) if self.law.greedy else rows
+            before = [*self.context.tokens[-1:], *self.tokens][-1]
+            read = None if hidden is None else hidden[:1]
+            scored = ScoredRows(tested[0][None], read, torch.tensor([before]), torch.tensor([self.law.greedy]))
+            claim = float(self.stop.score(scored))
         elif self.law.greedy and certain is not None and self.context.end is not None:
             claim = _probability(logits[0], certain)
         else:
@@ -130,6 +137,11 @@ class Chain:
             self.stopped = self.reach < end.minimum(depth)
         elif self.stop is not None:
             self.stopped = (claim if self.stop.each else self.reach) < self.stop.threshold
+
+    @property
+    def _scored_law(self) -> Law:
+        """The law of the distributions that a score reads."""
+        return self.law.with_temperature(1.0) if self.law.greedy else self.law
 
     def _rows(self, law: Law, logits: Tensor) -> NodeDistributions:
         return NodeDistributions(law, logits, lambda row: self.context.history(self.tokens))
@@ -249,12 +261,13 @@ def _request(model: DraftsChains[Opened], grower: AtOnce, narrow: bool) -> Chain
     narrow: Whether distributions would lack tokens of the target.
     """
     request = grower.request() if model.drafts_chains else None
-    if request is None or (narrow and (request.draws or request.changes)):
+    drawn = request is not None and request.draws is not None and request.draws.random
+    if request is None or (narrow and (drawn or request.changes)):
         return None
     if not model.adapts_levels:  # a device draws by itself, and the host may look at what it has drafted
         return request
-    missing = request.possible is not None or (request.changes is not None and sampling.drawing() is None)
-    return None if missing else request
+    unable = request.possible is not None or request.stop is not None
+    return None if unable or (request.changes is not None and sampling.drawing() is None) else request
 
 
 def _draft_of(grower: AtOnce, chain: ModelChain) -> Draft:

@@ -16,15 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import Tensor
+
 from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.chains import DraftStop
 from foretoken.models.heads.block_net import BlockHandle, BlockNet
+from foretoken.models.heads.feature_net import HeadHandle
 from foretoken.models.heads.loading import load_block
 from foretoken.propose.base import BuildContext, Method
 from foretoken.propose.growers import Grower, GrowthConfig, TreeKind
 from foretoken.propose.hidden_states import HeadGrowth, HiddenStateProposer
-from foretoken.propose.scores import DraftStop
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +90,20 @@ class DSpark(BlockProposer):
 
     def __init__(self, net: BlockNet, taps: Sequence[int], config: DSparkConfig | None = None) -> None:
         super().__init__("dspark", net, taps, config or DSparkConfig())
+        threshold = self.config.confidence_threshold
+        self._stop = DraftStop(net.confidence, threshold, hidden=True) if threshold else None
 
     def ends_early(self, context: Context) -> bool:
-        return bool(self.config.confidence_threshold) or super().ends_early(context)
+        return super().ends_early(context) or (self._stop is not None and self.net.adapts_levels)
 
     def _grower(self, context: Context, budget: int, stop: DraftStop | None = None) -> Grower:
-        threshold = self.config.confidence_threshold
-        if threshold:
-            handle = self._handles[context.id]
-            assert isinstance(handle, BlockHandle)
-            handle.confidence = []
-            confidences = iter(handle.confidence)  # it grows with the chain
-            stop = DraftStop(lambda row, hidden, greedy: next(confidences), threshold)
-        return super()._grower(context, budget, stop)
+        return super()._grower(context, budget, stop or self._stop)
+
+    def _hidden(self, handle: HeadHandle) -> Tensor | None:
+        if self._stop is None:
+            return None
+        assert isinstance(handle, BlockHandle) and handle.states is not None
+        return handle.states[len(handle.nodes)][None]
 
 
 def build_dspark(config: DSparkConfig, build_context: BuildContext) -> DSpark:

@@ -17,13 +17,14 @@ from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle, Model, Scores
+from foretoken.models.chains import DraftStop
 from foretoken.models.formats.checkpoint import load_config, load_vocabulary, resolve, vocabulary_size
 from foretoken.models.heads.files import mask_token, no_mask_token
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, ModelProposer, Observation
 from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, GrowthConfig, begin, grow_at_once, is_drawn
-from foretoken.propose.scores import DraftStop, check_stop, make_stop
+from foretoken.propose.scores import check_stop, make_stop
 
 _log = logging.getLogger(__name__)
 PREFILL_CHUNK = 1024  # tokens of the draft's prefill per step; bounds the latency added to other requests
@@ -90,7 +91,7 @@ class DraftModel(ModelProposer):
         return [drafted.get(i, Draft.empty()) for i in range(len(contexts))]
 
     def ends_early(self, context: Context) -> bool:
-        return self.stop is not None or (context.law.greedy and self.model.adapts_levels)
+        return self.model.adapts_levels and (self.stop is not None or context.law.greedy)
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         known = [

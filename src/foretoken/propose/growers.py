@@ -18,10 +18,9 @@ from foretoken.core.draft import Draft, ProposalLaw
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose
-from foretoken.models.chains import ChainRequest, ModelChain, TreeShape
+from foretoken.models.chains import ChainRequest, DraftStop, ModelChain, TreeShape
 from foretoken.propose.chain import AtOnce, Chain, Widen, draws_of, request_of
 from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
-from foretoken.propose.scores import DraftStop
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
 
 TreeKind = Literal["chain", "top_k", "ranked", "at_once", DrawnTreeKind]

@@ -10,12 +10,12 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Scores
+from foretoken.models.chains import DraftStop
 from foretoken.models.heads.feature_net import DraftNet, FeatureNet, HeadHandle
 from foretoken.models.runners.pass_plan import Tapped, TapRows, tapped_rows
 from foretoken.propose.base import Needs, Observation, Proposer
 from foretoken.propose.chain import draft_at_once
 from foretoken.propose.growers import Grower, GrowthConfig, RankedTreeGrower, TreeKind, begin, is_drawn
-from foretoken.propose.scores import DraftStop
 from foretoken.propose.tree import Candidates, Tree, likeliest
 
 # A greedy target emits the argmax of logits that the head only approximates, so candidates are ranked by a sharper
@@ -172,11 +172,19 @@ class HiddenStateProposer(Proposer):
         drafts = draft_at_once(self.net, active, self.net.vocab_size)
         growers = [grower for _, grower in active]
         if active := [pair for pair, draft in zip(active, drafts, strict=True) if draft is None]:
-            _extend(active, self.net.catch_up([handle for handle, _ in active]))
+            self._extend(active, self.net.catch_up([handle for handle, _ in active]))
         while active := [(handle, grower) for handle, grower in active if not grower.done]:
             nodes = [grower.growing() for _, grower in active]
-            _extend(active, self.net.grow([handle for handle, _ in active], nodes))
+            self._extend(active, self.net.grow([handle for handle, _ in active], nodes))
         return [grower.draft() if draft is None else draft for draft, grower in zip(drafts, growers, strict=True)]
+
+    def _extend(self, active: Sequence[tuple[HeadHandle, Grower]], rows: Sequence[Tensor]) -> None:
+        for (handle, grower), logits in zip(active, rows, strict=True):
+            grower.extend(logits, self._hidden(handle))
+
+    def _hidden(self, handle: HeadHandle) -> Tensor | None:
+        """Returns the state at a chain's last node, [1, H], if a score reads it."""
+        return None
 
     def _ready(self, context: Context, budget: int) -> bool:
         """Returns whether the states at all tokens but the newest are known, and the draft fits the context window."""
@@ -238,8 +246,3 @@ class HiddenStateProposer(Proposer):
         handle = self._handles.get(context.id)
         if handle is not None and handle.root is not None and self.net.keeps and handle.num_pending:
             self.net.complete(handle)
-
-
-def _extend(active: Sequence[tuple[HeadHandle, Grower]], rows: Sequence[Tensor]) -> None:
-    for (_, grower), logits in zip(active, rows, strict=True):
-        grower.extend(logits)

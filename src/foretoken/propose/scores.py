@@ -5,8 +5,7 @@ draft's distribution q at the position, and possibly its hidden state, but never
 draft is then a stopping time, and verification stays exact (non-anticipation).
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from torch import Tensor
 from foretoken.core.checks import check_keys, number
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
+from foretoken.models.chains import DraftStop, ScoredRows
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 
 MODEL_TYPE = "foretoken_acceptance"
 EXTRA = 3  # number of features beside the hidden state
 
 
-def features(hidden: Tensor, rows: Tensor, greedy: bool) -> Tensor:
+def features(hidden: Tensor, rows: Tensor, greedy: bool | Tensor) -> Tensor:
     """Returns the head's input: float32 [N, H + 3].
 
     It holds the hidden states, the square root of the entropy, the largest probability, and whether drafts are greedy.
@@ -32,10 +32,10 @@ def features(hidden: Tensor, rows: Tensor, greedy: bool) -> Tensor:
     Args:
         hidden: [N, H], hidden states.
         rows: [N, V], draft distributions; of greedy drafts, those at temperature 1.
-        greedy: Whether the drafts are greedy.
+        greedy: Whether the drafts are greedy, one or [N].
     """
     entropy = torch.special.entr(rows).sum(-1, keepdim=True)
-    kind = torch.full_like(entropy, float(greedy))
+    kind = torch.as_tensor(greedy, dtype=entropy.dtype, device=entropy.device).view(-1, 1).expand_as(entropy)
     return torch.cat([part.float() for part in (hidden, entropy.sqrt(), rows.amax(-1, keepdim=True), kind)], dim=-1)
 
 
@@ -81,35 +81,26 @@ class AcceptanceHead:
         """Returns the acceptance probability [N] of features ``x`` [N, H + 3]."""
         return F.linear(F.silu(F.linear(x, self.up, self.bias)), self.down, self.offset).sigmoid()[:, 0]
 
-    def score(self, row: Tensor, hidden: Tensor | None, greedy: bool) -> float:
-        """Returns the acceptance probability of the token that follows ``hidden`` [H] with the distribution ``row``."""
-        if hidden is None:
+    def score(self, rows: ScoredRows) -> Tensor:
+        """Returns the acceptance probability of each row's next token."""
+        if rows.hidden is None:
             raise TypeError("the acceptance head needs the draft's hidden states; ask for them with the pass")
-        return float(self.chances(features(hidden[None], row[None], greedy)))
+        return self.chances(features(rows.hidden, rows.probs, rows.greedy))
 
 
-def margin(row: Tensor) -> float:
-    """Returns 1 - q2 / q1, where q1 and q2 are the largest probabilities of ``row`` [V]."""
-    if row.shape[-1] < 2:
-        return 1.0
-    first, second = row.topk(2).values.tolist()
-    return 1.0 - second / first if first > 0.0 else 0.0
+def margin(rows: Tensor) -> Tensor:
+    """Returns 1 - q2 / q1 of each row [..., V], where q1 and q2 are its largest probabilities."""
+    if rows.shape[-1] < 2:
+        return rows.new_ones(rows.shape[:-1])
+    first, second = rows.topk(2).values.double().unbind(-1)
+    return torch.where(first > 0.0, 1.0 - second / first, 0.0)
 
 
-def entropy_bound(row: Tensor, coefficient: float) -> float:
-    """Returns 1 - sqrt(coefficient H(q)), a lower bound of the acceptance (AdaEDL, arXiv 2410.18351), at least 0."""
-    return max(0.0, 1.0 - math.sqrt(coefficient * float(torch.special.entr(row).sum())))
-
-
-@dataclass(frozen=True, slots=True)
-class DraftStop:
-    """A score, and where a chain ends by it."""
-
-    # estimates the acceptance in [0, 1] of the next token from its distribution [V] and hidden state [H]
-    score: Callable[[Tensor, Tensor | None, bool], float]
-    threshold: float  # acceptance of the chain below which it ends where the draft policy sets no minimum
-    hidden: bool = False  # whether the score reads hidden states
-    each: bool = False  # whether ``threshold`` is of each token rather than of all tokens so far
+def entropy_bound(rows: Tensor, coefficient: float) -> Tensor:
+    """Returns 1 - sqrt(coefficient H(q)) of each row q [..., V], at least 0: a lower bound of the acceptance (AdaEDL,
+    arXiv 2410.18351).
+    """
+    return (1.0 - (coefficient * torch.special.entr(rows).sum(-1).double()).sqrt()).clamp(min=0.0)
 
 
 _KEYS = {"entropy": ("threshold", "coefficient"), "margin": ("threshold",), "learned": ("threshold", "model")}
@@ -138,9 +129,9 @@ def make_stop(value: str | Mapping[str, Any] | None, model: Model) -> DraftStop 
     threshold = keys.get("threshold", _THRESHOLD)
     if name == "entropy":
         coefficient = keys.get("coefficient", _COEFFICIENT)
-        return DraftStop(lambda row, hidden, greedy: entropy_bound(row, coefficient), threshold, each=True)
+        return DraftStop(lambda rows: entropy_bound(rows.probs, coefficient), threshold, each=True)
     if name == "margin":
-        return DraftStop(lambda row, hidden, greedy: margin(row), threshold)
+        return DraftStop(lambda rows: margin(rows.probs), threshold)
     head = AcceptanceHead.load(resolve(keys["model"]), model.device)
     if head.hidden_size != model.hidden_size:
         raise InvalidRequest(

@@ -13,6 +13,7 @@ from tests.models.tiny import only_runner
 from torch import Tensor
 
 from foretoken.core.draft import Draft
+from foretoken.models.chains import ScoredRows
 from foretoken.models.heads import block_net
 from foretoken.models.heads.block import read_block
 from foretoken.models.heads.block_net import BlockHandle, BlockNet
@@ -74,15 +75,17 @@ def test_the_net_equals_the_published_equations(name, runner, tmp_path, monkeypa
     first, second = net.open(tokens), net.open(tokens[:4])
     net.extend(first, tokens[1:], net.features(raw))
     net.extend(second, tokens[1:4], net.features(raw[:3]))
-    first.confidence = []
     rows = net.catch_up([first, second])
     whole = reference.logits(tokens[-1], raw, path)
     torch.testing.assert_close(rows[0], whole[:1], **CLOSE)
     torch.testing.assert_close(rows[1], reference.logits(tokens[3], raw[:3], []), **CLOSE)
+    states, tokens_before = first.states, torch.tensor([tokens[-1], *path])
     grown = [net.grow([first], [Draft.chain(path[:depth])])[0] for depth in range(1, len(path) + 1)]
     torch.testing.assert_close(torch.cat(grown), whole[1:], **CLOSE)
     if net.head.confident:
-        assert first.confidence == pytest.approx(reference.confidence(tokens[-1], raw, path).tolist(), abs=1e-4)
+        scored = ScoredRows(whole, states[: len(path) + 1], tokens_before, torch.tensor(True))
+        expected = reference.confidence(tokens[-1], raw, path)
+        torch.testing.assert_close(net.confidence(scored), expected, rtol=0.0, atol=1e-4)
 
     # What was drafted is dropped for the truth, which the second sequence gets now.
     net.extend(first, [5], net.features(raw[:1]))

@@ -143,13 +143,18 @@ HEADS: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
     "MTP, experts, int8": lambda folder, config: mtp(folder, config, "glm4-moe", chained=True, quantization="int8"),
 }
 
+# The compiled kernels draft by these level by level.
+GATED: dict[str, Callable[[Path, dict[str, Any]], HiddenStateProposer]] = {
+    "DSpark, gated": lambda folder, config: block(folder, config, *blocks.dspark(rank=32, block=6, gated=True)),
+}
+
 
 def drafts(
     folder: Path, config: dict[str, Any], head: str, at_once: bool, runner: AbstractContextManager[Any], *more: Request
 ) -> list[Draft]:
     """Two steps of a batch, with texts of several lengths, budgets and ways to draw."""
     with runner:
-        proposer = HEADS[head](folder, config)
+        proposer = {**HEADS, **GATED}[head](folder, config)
         net: Any = proposer.net
         assert net.drafts_chains
         for layer in () if at_once else getattr(net, "nets", (net,)):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.core.devices import on_host
 from foretoken.core.draft import Draft
-from foretoken.models.chains import ChainRequest, ModelChain
+from foretoken.models.chains import ChainRequest, ModelChain, ScoredRows
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Ends, Entry
@@ -35,8 +35,6 @@ class BlockHandle(HeadHandle):
     """A sequence in the cache of a block drafter; ``states`` are those of the rows that predict, [depth, H]."""
 
     logits: Tensor | None = None  # of these rows, [depth, Vd], without the Markov head's bias
-    # where it is a list, the estimated acceptance of the token at each depth is appended to it as a chain grows
-    confidence: list[float] | None = None
 
 
 class BlockNet(FeatureNet):
@@ -94,8 +92,8 @@ class BlockNet(FeatureNet):
             self._sure = tensors["confidence_head.proj.weight"][0].to(device, torch.float32), bias
         native = None if self._w2 is None else self._w2.native
         fits = self._w2 is None or (native is None) != isinstance(self._runner, NativeRunner)
-        after = None if self._w2 is None else self._w2.after
-        self._draft_from(self.head.ids(), fits and self._gate is None, native, after)
+        able, after = self._gate is None or native is None, None if self._w2 is None else self._after
+        self._draft_from(self.head.ids(), fits and able, native, after)
 
     def features(self, taps: Tensor) -> Tensor:
         return self._fc(taps.to(self.device, self.dtype))
@@ -119,7 +117,9 @@ class BlockNet(FeatureNet):
         rows = self._uncached(handles)
         injected = None if rows is None else Injected(self._injector, rows)
         plan = self._blocks(handles)
-        chains = self._runner.chains(plan, requests, self.vocabulary, foreseen=True, injected=injected)
+        read = self._gate is not None or any(request.stop is not None for request in requests)
+        state = self._state if read else None
+        chains = self._runner.chains(plan, requests, self.vocabulary, state, foreseen=True, injected=injected)
         self._mark_injected(handles)
         return chains
 
@@ -195,35 +195,30 @@ class BlockNet(FeatureNet):
         counts = [len(depths) for _, depths, _ in wanted]
         rows = [h.logits[depths] for h, depths, _ in wanted if h.logits is not None]
         logits = rows[0] if len(rows) == 1 else torch.cat(rows)
-        asked = self._sure is not None and any(handle.confidence is not None for handle, *_ in wanted)
-        if self._w1 is None and not asked:
+        if self._w1 is None:
             return list(logits.split(counts))
-        parts = [h.states[depths] for h, depths, _ in wanted if h.states is not None]
-        states = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device, self.dtype)
-        before = None
-        if self._w1 is not None and self._w2 is not None:
-            ids = torch.tensor([token for *_, tokens in wanted for token in tokens], device=self.device)
-            vectors = before = F.embedding(ids, self._w1)
-            if self._gate is not None:
-                vectors = torch.sigmoid(self._gate(torch.cat([states, before], dim=-1))) * before
-            logits = logits + on_host(self._w2(vectors).float())
-        if asked:
-            self._estimate(wanted, states, before)
-        return list(logits.split(counts))
+        states = torch.cat([h.states[depths] for h, depths, _ in wanted if h.states is not None])
+        ids = torch.tensor([token for *_, tokens in wanted for token in tokens], device=self.device)
+        return list((logits + on_host(self._after(ids, states))).split(counts))
 
-    def _estimate(
-        self, wanted: Sequence[tuple[BlockHandle, list[int], list[int]]], states: Tensor, before: Tensor | None
-    ) -> None:
-        """Appends to ``confidence`` what the confidence head estimates for each sequence's last node."""
-        assert self._sure is not None
+    def _after(self, tokens: Tensor, states: Tensor | None) -> Tensor:
+        """Returns the Markov head's bias behind tokens [n], float32 [n, Vd], and the states of their rows [n, H]."""
+        assert self._w1 is not None and self._w2 is not None
+        vectors = before = F.embedding(tokens, self._w1)
+        if self._gate is not None:
+            assert states is not None
+            read = torch.cat([states.to(self.device, self.dtype), before], dim=-1)
+            vectors = torch.sigmoid(self._gate(read)) * before
+        return self._w2(vectors).float()
+
+    def confidence(self, rows: ScoredRows) -> Tensor:
+        """Returns the confidence head's estimates, [n]; see ``DraftStop``."""
+        assert self._sure is not None and rows.hidden is not None
         weight, bias = self._sure
-        read = states if before is None or not self.head.confident_of else torch.cat([states, before], dim=-1)
-        chances = torch.sigmoid((read.float() * weight).sum(-1) + bias).tolist()
-        at = 0
-        for handle, depths, _ in wanted:
-            at += len(depths)
-            if handle.confidence is not None:
-                handle.confidence.append(chances[at - 1])
+        read = rows.hidden.to(self.device, self.dtype)
+        if self._w1 is not None and self.head.confident_of:
+            read = torch.cat([read, F.embedding(rows.tokens.to(self.device), self._w1)], dim=-1)
+        return torch.sigmoid((read.float() * weight).sum(-1) + bias)
 
     def _product(self, name: str, bias: str | None = None) -> HeadProduct:
         offset = None if bias is None else self.head.tensors[bias]

@@ -187,7 +187,7 @@ class FeatureNet(DraftNet):
         ids: Tensor,
         chained: bool,  # whether the runner can compute a level of a draft from the level before
         successors: TokenLogits | None = None,  # logits that a token adds to those behind it; see ``DraftVocabulary``
-        after: Callable[[Tensor], Tensor] | None = None,  # the same where torch computes them
+        after: Callable[[Tensor, Tensor | None], Tensor] | None = None,  # the same where torch computes them
     ) -> None:
         """Sets the target's token of each logit, int64 [Vd]."""
         whole = torch.equal(ids, torch.arange(self.vocab_size))

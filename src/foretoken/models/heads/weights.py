@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.native.build import KernelsUnavailable
@@ -98,7 +97,7 @@ class HeadProduct:
         native: the compiled product; None on torch operators.
     """
 
-    __slots__ = ("_product", "_table", "native")
+    __slots__ = ("_product", "native")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype, table: Tensor | None = None
@@ -106,7 +105,6 @@ class HeadProduct:
         weight, bias = weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
         self._product: Callable[[Tensor], Tensor]
         self.native: NativeProduct | None = None
-        self._table = table
         try:
             if device.type != "cpu":
                 raise KernelsUnavailable("the kernels run on CPUs")
@@ -119,8 +117,3 @@ class HeadProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
-
-    def after(self, tokens: Tensor) -> Tensor:
-        """Multiplies the rows of the table for tokens [n]. Returns float32 [n, out]."""
-        assert self._table is not None
-        return self(F.embedding(tokens, self._table)).float()

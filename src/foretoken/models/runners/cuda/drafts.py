@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.sampling import SamplingLaw
-from foretoken.models.chains import LATER, TREE_KINDS, TYPICAL, ChainRequest, DraftVocabulary, Draws
+from foretoken.models.chains import LATER, TREE_KINDS, TYPICAL, ChainRequest, DraftStop, DraftVocabulary, Draws
 from foretoken.models.runners.base import DeeperLayer
 from foretoken.models.runners.cuda.changes import ChangeSizes, DraftChanges, LevelChanges, split
 from foretoken.models.runners.cuda.layout import Bucket, fill
@@ -31,7 +31,7 @@ from foretoken.models.runners.triton_kernels.steps import doubled
 from foretoken.models.state.pages import PAGE
 
 # Rows of the table of sequences; those of random numbers follow, one for each level. TREE is whether it is no chain.
-FIRST, ROOT, TREE, BUDGET, STEPS, SOURCE, TOP_K, TEMPERATURE, FLOOR, MIN_P, TOP_P, NOISE = range(12)
+FIRST, ROOT, TREE, BUDGET, STEPS, SOURCE, TOP_K, TEMPERATURE, FLOOR, MIN_P, TOP_P, THRESHOLD, NOISE = range(13)
 # Rows of the table of a level.
 POSITIONS, COUNTS, PLACES, SIZES, LEVEL_ROWS = range(5)
 TILES, PREFIXES, PAGES = range(3)  # rows of the table that all levels share
@@ -80,6 +80,8 @@ class DraftBucket:
         distributions: whether the distributions of tokens are returned.
         tokens: size and width of the vocabulary, and the identity of its tokens and of its successors.
         changes: sizes of the changes of logits; None for none.
+        stop: the score by which chains end, whether it reads states, and whether its threshold is of each token; None
+            for none.
         fed: number, width and type of the target's states of a row, if ``passes[0]`` reads them where they are.
         deeper: the new rows of layers that draft a level each.
     """
@@ -100,6 +102,7 @@ class DraftBucket:
     tokens: tuple[int, int, int, int]
     fed: tuple[int, int, torch.dtype] | None
     changes: ChangeSizes | None = None
+    stop: DraftStop | None = None
     deeper: tuple[Bucket, ...] = ()
 
     @property
@@ -163,6 +166,7 @@ class DraftBucket:
             tokens=(vocabulary.size, vocabulary.width, id(vocabulary.ids), id(vocabulary.after)),
             fed=None if plans[0].states is None else plans[0].states.kind,
             changes=changes,
+            stop=next((replace(request.stop, threshold=0.0) for request in requests if request.stop), None),
             deeper=tuple(_coarse(Bucket.of(rows, (), False)) for rows in below),
         )
 
@@ -330,6 +334,7 @@ def _fill_sequences(
     for number, (part, request) in enumerate(zip(plan.parts, requests, strict=True)):
         table[FIRST, number], table[ROOT, number] = output, plan.tokens[row]
         table[BUDGET, number], table[STEPS, number] = request.limit, request.levels
+        floats[THRESHOLD, number] = -np.inf if request.stop is None else request.stop.threshold
         if request.tree is not None:
             table[TREE, number] = 1
             floats[TEMPERATURE, number], floats[FLOOR, number] = request.tree.temperature, request.tree.floor

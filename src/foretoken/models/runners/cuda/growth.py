@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.sampling import nucleus_sorted
+from foretoken.models.chains import DraftStop, ScoredRows
 from foretoken.models.runners.cuda.drafts import (
     BUDGET,
     FLOOR,
@@ -15,9 +16,11 @@ from foretoken.models.runners.cuda.drafts import (
     MIN_P,
     NOISE,
     RACE,
+    ROOT,
     SOURCE,
     STEPS,
     TEMPERATURE,
+    THRESHOLD,
     TOP_K,
     TOP_P,
     TREE,
@@ -38,10 +41,14 @@ class Chains:
     def __init__(self, levels: Levels) -> None:
         self._levels = levels
         self._tokens, self._probabilities, self._rows = list[Tensor](), list[Tensor](), list[Tensor]()
+        self._end = None if levels.bucket.stop is None else ChainEnds(levels.bucket.stop, levels)
 
     def next(self, logits: Tensor) -> Tensor:
         """Returns the next token of each chain by the logits [sequences, V] behind it."""
         index, probability, rows = _choose(logits, len(self._tokens), self._levels)
+        if self._end is not None and rows is not None:
+            before = self._tokens[-1] if self._tokens else self._levels.sequences[ROOT]
+            probability = self._end.scored(probability, rows, before)
         self._tokens.append(self._levels.targets(index))
         self._probabilities.append(probability)
         if self._levels.bucket.distributions and rows is not None:
@@ -51,8 +58,8 @@ class Chains:
     def results(self) -> States:
         """Returns the results of a graph.
 
-        These are ``NODES``, whose scores are the probabilities of the likeliest tokens, NaN where no token is possible;
-        and ``ROWS``, the distributions [sequences, levels, width], if the bucket has them.
+        These are ``NODES``, whose scores are the probabilities of the likeliest tokens, or those of ``ChainEnds``, NaN
+        where no token is possible; and ``ROWS``, the distributions [sequences, levels, width], if the bucket has them.
         """
         drafted = torch.stack(self._tokens, 1)
         nodes = {NODES: node_fields(drafted, torch.ones_like(drafted), torch.stack(self._probabilities, 1))}
@@ -67,6 +74,36 @@ def grow_chains(levels: Levels) -> States:
         if level + 1 < levels.bucket.levels:
             logits = levels.next(tokens)
     return chains.results()
+
+
+class ChainEnds:
+    """Ends chains by the scores of their next tokens; see ``DraftStop``.
+
+    Args:
+        stop: the score; each chain has a threshold of its own.
+        levels: the passes.
+    """
+
+    def __init__(self, stop: DraftStop, levels: Levels) -> None:
+        self._stop, self._levels = stop, levels
+        self._threshold = levels.sequences[THRESHOLD].view(torch.float64)
+        self._reach = torch.ones_like(self._threshold)
+        self._ended = torch.zeros_like(self._threshold, dtype=torch.bool)
+
+    def scored(self, probability: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Returns the scores of a level: NaN from where a chain ends, or where no token is possible.
+
+        Args:
+            probability: probabilities of the likeliest tokens, for chains without a threshold.
+            rows: the distributions.
+            tokens: the tokens before.
+        """
+        states, greedy = self._levels.chain_states, self._levels.sequences[SOURCE] == LIKELIEST
+        claim = self._stop.score(ScoredRows(rows, states, tokens, greedy))
+        self._reach = self._reach * claim
+        self._ended = self._ended | ((claim if self._stop.each else self._reach) < self._threshold)
+        score = claim.float().where(self._threshold > -torch.inf, probability)
+        return score.masked_fill(self._ended | probability.isnan(), torch.nan)
 
 
 def node_fields(tokens: Tensor, up: Tensor, scores: Tensor) -> Tensor:
@@ -87,7 +124,7 @@ def _choose(logits: Tensor, level: int, levels: Levels) -> tuple[Tensor, Tensor,
         times = len(levels.unchanged) // len(logits)  # the first rows of trees are those of chains
         plain = levels.unchanged[::times].softmax(-1).gather(-1, index[:, None])[:, 0]
         probability = plain.where(~probability.isnan(), probability)
-    if bucket.sources == (LIKELIEST,):
+    if bucket.sources == (LIKELIEST,) and bucket.stop is None:
         return index, probability, None
     rows, source = distributions(logits, levels), levels.sequences[SOURCE]
     if FRACTION in bucket.sources:

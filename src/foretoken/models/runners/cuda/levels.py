@@ -69,7 +69,7 @@ class Levels:
         inputs: Inputs,
         bucket: DraftBucket,
         ids: Tensor | None = None,
-        after: Callable[[Tensor], Tensor] | None = None,
+        after: Callable[[Tensor, Tensor | None], Tensor] | None = None,
     ) -> None:
         self._layers, self.bucket, self._tables = layers, bucket, bucket.split(inputs.table)
         self._ids = ids
@@ -77,8 +77,9 @@ class Levels:
         self.below = self._tables.below.view(torch.float64)
         outputs = table[OUTPUTS, : bucket.outputs]
         layout = RowLayout.of(table, bucket.first, first.cache, first.biases)
-        self._first, states = first.run(layout, outputs, inputs.features)
-        self._features = None if states is None else states.index_select(0, outputs)
+        logits, states = first.run(layout, outputs, inputs.features)
+        self._states = None if states is None else states.index_select(0, outputs)  # tapped at the level's rows
+        self._first = logits, self._states
         # of the last layer that began: its states at new rows, and at the rows of each level's tokens
         self._new, self._drafted = states, list[Tensor]()
         self._tokens, self._parents, self._paths = list[Tensor](), list[Tensor | None](), list[Tensor]()
@@ -111,10 +112,16 @@ class Levels:
         """Returns the race of each row [rows, V] by its key [rows, 1]; see ``SharedStream.race``."""
         return rows.double() / exponentials_at(keys, self.targets(torch.arange(rows.shape[1], device=rows.device)))
 
+    @property
+    def chain_states(self) -> Tensor | None:
+        """The tapped states at the level's rows of chains, [sequences, H]; None for none."""
+        rows = len(self.unchanged)
+        return None if self._states is None else self._states[: rows : rows // self.bucket.sequences]
+
     def first(self) -> Tensor:
         """Returns the logits of the first level, [sequences, size]."""
         foreseen, (size, *_) = self.bucket.foreseen, self.bucket.tokens
-        logits = self._foreseen(self.sequences[ROOT]) if foreseen else self._first[: self.bucket.sequences]
+        logits = self._foreseen(self.sequences[ROOT]) if foreseen else self._first[0][: self.bucket.sequences]
         self.unchanged = logits[:, :size]
         return self.unchanged if self._changes is None else self._changes.at_roots(self.unchanged)
 
@@ -136,7 +143,7 @@ class Levels:
         if self.bucket.foreseen:
             return self._foreseen(tokens)
         rows, count = self.bucket.rows, len(tokens)
-        tokens, features = F.pad(tokens, (0, rows - count)), self._features
+        tokens, features = F.pad(tokens, (0, rows - count)), self._states if self.bucket.first.features else None
         if parents is not None:
             parents = F.pad(parents, (0, rows - count))
             features = None if features is None else features.index_select(0, parents)
@@ -148,7 +155,7 @@ class Levels:
         layer = self._layers[-1]
         last = len(self._layers) - 1
         layout = RowLayout(tokens, *self._rows(self._level - 1, last), layer.cache, layer.biases)
-        logits, self._features = layer.run(layout, None, features)
+        logits, self._states = layer.run(layout, None, features)
         return logits[:count]
 
     def finish(self) -> None:
@@ -219,12 +226,13 @@ class Levels:
         logits, states = layer.run(layout, newest, features)
         assert states is not None
         self._new, *self._drafted = states.split([part.rows, *[self.bucket.rows] * len(self._tokens)])
-        self._features = self._drafted[-1] if self._drafted else None
+        self._states = self._drafted[-1] if self._drafted else None
         return logits
 
     def _foreseen(self, tokens: Tensor) -> Tensor:
         """Returns the logits behind the last token of each row, of which the first pass has computed the most part."""
-        index = (self.sequences[FIRST] + self._level).clamp(max=len(self._first) - 1)  # drafts may have fewer levels
-        logits = self._first.index_select(0, index)
-        logits = logits[:, None].expand(-1, len(tokens) // len(logits), -1).flatten(0, 1)
-        return logits if self._after is None else logits + self._after(tokens)
+        logits, states = self._first
+        index = (self.sequences[FIRST] + self._level).clamp(max=len(logits) - 1)  # drafts may have fewer levels
+        index = index[:, None].expand(-1, len(tokens) // len(index)).flatten()
+        logits, self._states = logits.index_select(0, index), None if states is None else states.index_select(0, index)
+        return logits if self._after is None else logits + self._after(tokens, self._states)
