@@ -10,17 +10,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.models.graphed import on_graphs
+from tests.models.tiny import only_runner
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
+from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.models import device_drafts
 from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.propose.pieces import Pieces, Script
-from foretoken.propose.vocabulary import RetokenizedSequence, SharedTokenModel, VocabularyConfig, continued
+from foretoken.propose.vocabulary import (
+    RetokenizedSequence,
+    SharedTokenModel,
+    SlemProposer,
+    VocabularyConfig,
+    continued,
+)
 from foretoken.train.data import Corpus, train_tokenizer
 
 TARGET = zoo.path("target")
@@ -116,6 +130,31 @@ def test_tokenizers_that_lose_text_are_refused() -> None:
         Pieces(PreTrainedTokenizerFast(tokenizer_object=backend))
     with pytest.raises(InvalidRequest, match=r"no tokenizer\.json"):
         Pieces(object())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["compiled", "graphs"])
+def test_text_is_drafted_in_one_call_as_level_by_level(
+    runner: str, tokenizer: Any, other_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Tensor] = []
+    monkeypatch.setattr(device_drafts, "fetched", lambda tensor: (read.append(tensor), tensor)[1])
+    target, drafts = Pieces(tokenizer), []
+    tokens = [target.encode(text.encode()) for text in TEXT]
+    with on_graphs() if runner == "graphs" else only_runner("compiled"):
+        model = load_model(other_draft, "float32", "cpu", "native")
+        for at_once in (True, False):
+            monkeypatch.setattr(model.runner, "computes_chains", at_once)
+            proposer = SlemProposer(model, target, Pieces(load_tokenizer(other_draft), model.vocab_size))
+            contexts = [Context(i, [*ids], len(ids), SamplingLaw(0.0), Streams(i)) for i, ids in enumerate(tokens)]
+            drafts.append(proposer.propose(contexts, [5, 9, 2]))
+            for context, draft, wrong in zip(contexts, drafts[-1], tokens, strict=True):
+                emitted = [*draft.ids[:1], *wrong[:2]]
+                context.tokens += emitted
+                proposer._sequences[context.id].commit(emitted)
+            drafts[-1] += proposer.propose(contexts, [3, 4, 5])
+    assert drafts[0] == drafts[1] and all(map(len, drafts[0]))
+    assert len(read) == 2 * (runner == "graphs")
 
 
 # one text in two vocabularies

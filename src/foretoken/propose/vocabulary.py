@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from math import ceil
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +17,9 @@ from torch import Tensor
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.native.sampling import Adjustment, drawing
 from foretoken.models.base import Handle, Model, Scores
+from foretoken.models.chains import ChainRequest
 from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.models.formats.memory import give_back
 from foretoken.propose.base import BuildContext, Method, ModelProposer, Observation, Proposer
@@ -88,8 +91,7 @@ class SlemProposer(Proposer):
     def __init__(self, model: Model, target: Pieces, draft: Pieces) -> None:
         self.model, self.target, self.draft = model, target, draft
         self._sequences: dict[int, RetokenizedSequence] = {}
-        unspellable = [i for i in range(model.vocab_size) if not _is_spellable(draft, i)]
-        self._unspellable = torch.tensor(unspellable, dtype=torch.int64)
+        self._unspellable = np.array([i for i in range(model.vocab_size) if not _is_spellable(draft, i)], np.int64)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         text_drafts = {
@@ -97,19 +99,37 @@ class SlemProposer(Proposer):
             for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True))
             if budget > 0
         }
-        active = list(text_drafts.values())
-        while active:
-            scores = self.model.score([w.sequence.handle for w in active], [Draft.chain(w.ids) for w in active])
-            last = torch.stack([score.logits[-1] for score in scores]).index_fill(-1, self._unspellable, -torch.inf)
-            for text_draft, token in zip(active, last.argmax(-1).tolist(), strict=True):
-                text_draft.ids.append(token)
-            active = [w for w in active if len(w.ids) < w.steps and w.ids[-1] not in self.draft.specials]
+        if text_drafts:
+            self._draft(list(text_drafts.values()))
         return [
             Draft.chain(self._cut(context, text_drafts[i].ids)[: text_drafts[i].budget])
             if i in text_drafts
             else Draft.empty()
             for i, context in enumerate(contexts)
         ]
+
+    def _draft(self, active: list["_TextDraft"]) -> None:
+        """Drafts the likeliest ids of each text up to a special token, in one call if the model can."""
+        if self.model.drafts_chains and (drawing() is not None or not self.model.adapts_levels):
+            requests = [ChainRequest(w.steps, changes=self._bans) for w in active]
+            chains = self.model.chains([w.sequence.handle for w in active], requests, self.model.vocab_size)
+            for text_draft, chain in zip(active, chains, strict=True):
+                special = (at for at, token in enumerate(chain.tokens, 1) if token in self.draft.specials)
+                text_draft.ids += chain.tokens[: next(special, None)]
+            return
+        while active:
+            scores = self.model.score([w.sequence.handle for w in active], [Draft.chain(w.ids) for w in active])
+            last = torch.stack([score.logits[-1] for score in scores])
+            last.index_fill_(-1, torch.from_numpy(self._unspellable), -torch.inf)
+            for text_draft, token in zip(active, last.argmax(-1).tolist(), strict=True):
+                text_draft.ids.append(token)
+            active = [w for w in active if len(w.ids) < w.steps and w.ids[-1] not in self.draft.specials]
+
+    def _bans(self, vocabulary: int) -> Adjustment:
+        """Returns the changes of logits: ids without a spelling are banned."""
+        change = Adjustment(repetition=1.0, banned_count=len(self._unspellable))
+        change.hold(banned=self._unspellable)
+        return change
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, observation in zip(contexts, observations, strict=True):
@@ -129,6 +149,8 @@ class SlemProposer(Proposer):
 
     def _cut(self, context: Context, ids: Sequence[int]) -> list[int]:
         """Returns the target's tokens for the draft's text. Only the last of ``ids`` may be special."""
+        if not ids:  # no token was possible
+            return []
         tokens = continued(self.target, context.tokens, self.draft.spell(ids))
         special = self.target.special_ids.get(self.draft.specials.get(ids[-1], ""))
         return tokens if special is None else [*tokens, special]
