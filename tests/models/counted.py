@@ -47,10 +47,9 @@ class HostSampling:
     """Stands in for ``triton_kernels/sampling.py``: the compiled kernels choose each row's token."""
 
     @staticmethod
-    def gathered(rows: SampledRows, vocabulary: int) -> Tensor:
+    def gathered(addresses: Tensor, vocabulary: int) -> Tensor:
         zeros = torch.zeros(vocabulary)
-        addresses = rows.addresses.tolist()
-        return torch.stack([memory(at, (vocabulary,), torch.float32) if at else zeros for at in addresses])
+        return torch.stack([memory(at, (vocabulary,), torch.float32) if at else zeros for at in addresses.tolist()])
 
     @staticmethod
     def nodes(addresses: Tensor) -> Tensor:
@@ -132,12 +131,12 @@ class HostSampling:
         kernels, token = native.kernels(), int(chains.drafted[row])
         assert kernels is not None
 
-        (p,) = kernels.rows(logits, kept(request))
-        above, below = float(p[token]), float(q[token])
-        chains.ratios[row] = above / below if above > 0.0 and below > 0.0 else 0.0
-        excess, mass = kernels.excess(p, q, HostSampling.weight(chains, row))
+        (p,), below = kernels.rows(logits, kept(request)), float(q[token])
+        q = q if chains.masses[row] == 1.0 else q.double() / chains.masses[row]
+        chains.ratios[row] = ratio(float(p[token]), float(q[token]))
+        left, mass = excess(p, q, HostSampling.weight(chains, row))
         (fraction,) = unpack("<d", pack("<Q", request.noise))
-        return kernels.draw(excess if mass > 0.0 else p, fraction)[0], mass, below
+        return kernels.draw(left if mass > 0.0 else p, fraction)[0], mass, below
 
     @staticmethod
     def described(logits: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:

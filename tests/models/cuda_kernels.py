@@ -516,12 +516,12 @@ def test_tokens_of_a_vocabulary_of_several_chunks_are_those_of_the_host() -> Non
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize("vocabulary, seeds", [(101, range(4)), (5000, [3])])
-@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("kind", ["", "sampled", "greedy_multi"])
 def test_verdicts_on_sampled_drafts_are_those_of_the_host(
-    trees: bool, vocabulary: int, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+    kind: str, vocabulary: int, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "ROWS_AT_ONCE", 8)
-    assert compare_drafts(chooser(), vocabulary, seeds, DEVICE, trees) > 2
+    assert compare_drafts(chooser(), vocabulary, seeds, DEVICE, kind) > 2
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter

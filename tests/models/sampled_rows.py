@@ -7,20 +7,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from foretoken import verify
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft, SampledElsewhere, WithoutReplacement, WithoutReplacementElsewhere
+from foretoken.core.draft import Draft, Elsewhere, TopPlusSampled, WithoutReplacement
 from foretoken.core.errors import NoTokenAllowed
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, Purpose, Streams
 from foretoken.engine.sequence import ComputedTokens
-from foretoken.engine.step_rows import SequenceRow
+from foretoken.engine.step_rows import ON_DEVICES, SequenceRow
 from foretoken.models.base import Scores
 from foretoken.models.chains import ChainRequest, Draws, ModelChain, TreeShape
 from foretoken.models.device_drafts import DraftMemory, UnreadChain, UnreadDraft
 from foretoken.models.device_logits import DeviceRows
 from foretoken.models.runners.cuda.choice import DeviceChooser
-from foretoken.verify import tree
 
 LAWS = {
     "plain": SamplingLaw(),
@@ -131,23 +131,28 @@ def sampled_chain(size: int, target: Tensor, law: SamplingLaw, seed: int) -> tup
     return torch.multinomial(q, 1, generator=generator)[:, 0].tolist() if size else [], q
 
 
-def sampled_tree(size: int, target: Tensor, law: SamplingLaw, seed: int) -> tuple[list[int], list[int], Tensor]:
-    """Returns tokens and parents of a tree whose siblings were sampled without replacement, and their distributions."""
+def sampled_tree(
+    size: int, target: Tensor, law: SamplingLaw, seed: int, kind: str
+) -> tuple[list[int], list[int], Tensor]:
+    """Returns tokens and parents of a tree of a kind of ``TREE_KINDS``, and the distributions of its tokens."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     near = target + torch.randn(target.shape, generator=generator) * (seed % 3) / 2
     q, tokens, parents = law.probs(near, ()), list[int](), list[int]()
-    left = q.clone()
-    while len(tokens) < size:
-        parent = rng.randrange(-1, len(tokens))
-        if parents.count(parent) < 3 and left[parent + 1].count_nonzero():
-            tokens.append(int(torch.multinomial(left[parent + 1], 1, generator=generator)))
+    while len(parents) < size:
+        parent = rng.randrange(-1, len(parents))
+        if parents.count(parent) < min(3, q[parent + 1].count_nonzero()):
             parents.append(parent)
-            left[parent + 1, tokens[-1]] = 0.0
+    left = q.clone()
+    for node, parent in enumerate(parents):
+        row = left[parent + 1]
+        fixed = kind == "greedy_multi" and parent in parents[node + 1 :]
+        tokens.append(int(row.argmax() if fixed else torch.multinomial(row, 1, generator=generator)))
+        row[tokens[-1]] = 0.0
     return tokens, parents, q
 
 
 def unread(
-    tokens: Sequence[int], q: Tensor, lost: bool, device: torch.device, parents: Sequence[int] = ()
+    tokens: Sequence[int], q: Tensor, lost: bool, device: torch.device, parents: Sequence[int] = (), kind: str = ""
 ) -> UnreadDraft:
     """Returns a sampled chain or tree that lies on a device. ``lost``: it has one node more, which is not there."""
     count = len(tokens) + lost
@@ -158,15 +163,12 @@ def unread(
     request = ChainRequest(count, Draws(SamplingLaw().kept, uniforms=[0.5] * count, rows=True))
     if parents:
         nodes[1, 0] = torch.tensor([node - parent for node, parent in enumerate([*parents, *[-1] * lost])])
-        request = replace(request, tree=TreeShape(3, max(Draft.tree(tokens, parents).depths), kind="sampled"))
+        request = replace(request, tree=TreeShape(3, max(Draft.tree(tokens, parents).depths), kind=kind))
     chain = UnreadChain(DraftMemory(nodes.to(device), rows[None].to(device)), 0, request)
 
     def finish(drafted: ModelChain) -> Draft:
-        if parents:
-            assert isinstance(drafted.rows, WithoutReplacementElsewhere) and drafted.parents == list(parents)
-            return Draft(tuple(drafted.tokens), tuple(drafted.parents), drafted.rows)
-        assert isinstance(drafted.rows, SampledElsewhere)
-        return Draft.chain(drafted.tokens, drafted.rows)
+        assert isinstance(drafted.rows, Elsewhere) and drafted.parents == list(parents)
+        return replace(Draft.chain(drafted.tokens, drafted.rows), **{"parents": tuple(parents)} if parents else {})
 
     return UnreadDraft(chain, finish)
 
@@ -179,19 +181,22 @@ def depths_of(nodes: Tensor) -> Tensor:
     return torch.tensor(depths)
 
 
-def verdict_on_tree(draft: Draft, probs: Tensor, stream: PrivateStream) -> tuple[tuple[int, ...], int]:
+def verdict_on(draft: Draft, probs: Tensor, stream: PrivateStream) -> tuple[tuple[int, ...], int]:
     """Returns the path and the token behind it, -1 where none is possible."""
     try:
-        verdict = tree.traversal(draft, probs, stream)
+        verdict = verify.choose(draft.law)(draft, probs, stream)
     except NoTokenAllowed:
         return (), -1
     return verdict.path, verdict.token
 
 
 def compare_drafts(
-    chooser: DeviceChooser, vocabulary: int, seeds: Sequence[int], device: torch.device, trees: bool
+    chooser: DeviceChooser, vocabulary: int, seeds: Sequence[int], device: torch.device, kind: str
 ) -> int:
-    """Compares verdicts on sampled chains or trees with the CPU's. Returns the number of accepted tokens."""
+    """Compares verdicts on sampled trees, or on chains, with the CPU's. Returns the number of accepted tokens.
+
+    kind: one of ``TREE_KINDS``; empty for chains.
+    """
     kernels, laws = native.kernels(), [law for law in LAWS.values() if not (law.greedy or law.adjusts)]
     assert kernels is not None
     accepted = 0
@@ -202,25 +207,27 @@ def compare_drafts(
             size, streams, position = (seed + 3 * number) % 6 + 1, Streams(seed * 11 + number), seed % 5
             target = logits(size + 1, vocabulary, seed + number)
             parents = list[int]()
-            if trees:
+            if kind:
                 size *= 2
                 target = logits(size + 1, vocabulary, seed + number)
-                tokens, parents, q = sampled_tree(size, target, law, seed + number)
+                tokens, parents, q = sampled_tree(size, target, law, seed + number, kind)
             else:
                 tokens, q = sampled_chain(size, target, law, seed + number)
             target[size // 2] += torch.nan if seed % 4 == 2 else 0.0  # no token is possible there
-            draft = unread(tokens, q, seed % 4 == 3, device, parents)
+            draft = unread(tokens, q, seed % 4 == 3, device, parents, kind)
             private = streams.private(Purpose.VERIFY, position)
             assert isinstance(private, PrivateStream)
-            if trees:
-                fixed = Draft(tuple(tokens), tuple(parents), WithoutReplacement(q))
-                expected.append(verdict_on_tree(fixed, law.probs(target, ()), private))
+            if kind:
+                fixed = Draft(
+                    tuple(tokens), tuple(parents), {"sampled": WithoutReplacement}.get(kind, TopPlusSampled)(q)
+                )
+                expected.append(verdict_on(fixed, law.probs(target, ()), private))
             else:
                 count, token = kernels.verify_chain(target, tokens, q, law.kept, private.key)
                 expected.append((tuple(range(count)), token))
             context = Context(number, [1] * (2 + position), 2, law, streams)
             requests.append(SequenceRow(context, None, vocabulary))
-            requests[-1].blocks = requests[-1].trees = True
+            requests[-1].on_device = set(ON_DEVICES)
             rows = torch.cat((target, target[:1])) if draft.limit > size else target
             sizes.append(draft.limit + 1), targets.append(rows), drafts.append(draft)
         drafted = torch.zeros(sum(sizes), 4, dtype=torch.int64)

@@ -41,6 +41,7 @@ INTEGERS = ("addresses", "sources", "noise", "top_k", "places", "winners", "best
 INTEGERS += ("drawn_from", "drafted", "firsts", "values", "nodes", "strides", "positions", "counts", "ends", "prefixes")
 INTEGERS += ("paths", "children", "depths", "of_children")
 DOUBLES = ("mass", "masses", "totals", "plain", "weights", "ratios", "chances", "rests", "of_trees", "excesses")
+DOUBLES += ("of_drafts",)
 OF_TOKENS = (
     "_gather",
     "_look",

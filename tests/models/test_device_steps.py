@@ -207,6 +207,7 @@ MODELS = [
     "MTP: chain",
     "MTP, two layers: chain",
 ]
+SAMPLED_TREES = [*map(": ".join, product(("draft model", "EAGLE-3"), ("sampled", "greedy_multi")))]
 OTHERS = [
     "EAGLE 3.1: chain",
     "DSpark: chain",
@@ -227,7 +228,7 @@ STOPPED = [*(f"draft model, {stop}: chain" for stop in STOPS), "DSpark, ended: c
         *product(MODELS, ("greedy", "sampled", "filtered", "unscaled")),
         *product([*OTHERS, *STOPPED], ("greedy", "filtered", "unscaled")),
         *product(("draft model: top_k", "EAGLE-3: top_k"), ("coupled", "unscaled coupled")),
-        *product(("draft model: sampled", "EAGLE-3: sampled"), ("filtered", "unscaled")),
+        *product(SAMPLED_TREES, ("filtered", "unscaled")),
         *product(("draft model: ranked", "EAGLE-3: at_once"), ("greedy, filtered", "unscaled, greedy")),
     ],
 )
@@ -258,7 +259,7 @@ LOOKS = "phrases", "sampled, phrases", "grammar"  # the host looks at drafts, be
     "drafter, text",
     [
         *product([*MODELS[:3], "DSpark: chain"], CHANGED_DRAFTS),
-        *product(["draft model: sampled", "EAGLE-3: sampled"], CHANGED_DRAFTS[-3:]),
+        *product(SAMPLED_TREES, CHANGED_DRAFTS[-3:]),
     ],
 )
 def test_changed_logits_of_one_request_keep_the_drafts_of_all_on_the_device(
@@ -278,24 +279,33 @@ UNCHANGED = ("greedy", "coupled", "unscaled coupled", "sampled", "filtered", "un
 
 
 @pytest.mark.parametrize(
-    "drafter, text",
+    "drafter, text, logprobs",
     [
-        *product([*MODELS[:3], "DSpark: chain", "P-EAGLE: top_k"], (*UNCHANGED, *CHANGED_DRAFTS)),
-        *product(["draft model: sampled"], (*UNCHANGED, *CHANGED_DRAFTS[-3:])),
+        *product([*MODELS[:3], "DSpark: chain", "P-EAGLE: top_k"], (*UNCHANGED, *CHANGED_DRAFTS), [None]),
+        *product(["draft model: sampled"], (*UNCHANGED, *CHANGED_DRAFTS[-3:]), [None]),
+        *product(["draft model: greedy_multi"], (*UNCHANGED[3:], *CHANGED_DRAFTS[-3:]), [None]),
+        *product(["draft model: chain", *SAMPLED_TREES[:2]], ("filtered", "sampled, penalties"), [2]),
     ],
 )
 def test_drafts_that_stay_on_the_device_change_no_token(
-    drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafter: str,
+    text: str,
+    logprobs: int | None,
+    path: Path,
+    device: CountedDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, proposer = device.model(path), proposer_of(drafter, device, path, tmp_path)
-    result, steps = finished(device, model, text, proposer, None, 10)
+    result, steps = finished(device, model, text, proposer, logprobs, 10)
     with monkeypatch.context() as patch:
         patch.setattr(runner, "DeviceRows", Fetched)  # the host chooses and verifies
         patch.setattr(model.runner, "takes_unread", False)
         law, grade = TEXTS[text]
         other = proposer if grade is Exactness.DISTRIBUTION and not law.greedy else Proposer()
-        expected, read = finished(device, model, text, other, None, 10)
+        expected, read = finished(device, model, text, other, logprobs, 10)
     assert [each.context.tokens for each in result] == [each.context.tokens for each in expected]
+    assert [each.recorded for each in result] == [each.recorded for each in expected]
     if other is proposer:
         assert [each.counts.accepted for each in result] == [each.counts.accepted for each in expected]
         assert max(s.reads for s in steps) == 1 + (text in LOOKS) and max(s.reads for s in read) > 1
@@ -417,8 +427,8 @@ class OnMeta:
     """Stands in for the kernels on tensors without data."""
 
     @staticmethod
-    def gathered(rows: SampledRows, vocabulary: int) -> Tensor:
-        return torch.empty(len(rows.addresses), vocabulary, device=META)
+    def gathered(addresses: Tensor, vocabulary: int) -> Tensor:
+        return torch.empty(len(addresses), vocabulary, device=META)
 
     @staticmethod
     def chosen(
@@ -441,11 +451,17 @@ class OnMeta:
 
 
 @pytest.mark.parametrize(
-    "unread, sampled, ranks, columns",
-    [(False, False, 0, 11), (True, False, 0, 14), (True, True, 0, 19), (True, False, 3, 17)],
+    "unread, sampled, ranks, one_sampled, columns",
+    [
+        (False, False, 0, False, 11),
+        (True, False, 0, False, 14),
+        (True, True, 0, False, 19),
+        (True, False, 3, False, 19),
+        (True, True, 3, True, 19),
+    ],
 )
 def test_captured_choices_never_need_the_host(
-    unread: bool, sampled: bool, ranks: int, columns: int, monkeypatch: pytest.MonkeyPatch
+    unread: bool, sampled: bool, ranks: int, one_sampled: bool, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "sampling_kernels", lambda: OnMeta)
     bucket = choice.ChoiceBucket(
@@ -459,6 +475,7 @@ def test_captured_choices_never_need_the_host(
         unread=unread,
         sampled=sampled,
         ranks=ranks,
+        one_sampled=one_sampled,
     )
     table = torch.zeros(sum(map(math.prod, bucket.shapes)), dtype=torch.int64, device=META)
     with NothingListed(), NothingMixed():

@@ -89,6 +89,11 @@ class TopPlusSampled:
     probs: Tensor  # [rows, V]
 
 
+class TopPlusSampledElsewhere(Elsewhere, TopPlusSampled):
+    """``TopPlusSampled`` with distributions on a device."""
+
+
+LawElsewhere = SampledElsewhere | WithoutReplacementElsewhere | TopPlusSampledElsewhere
 ProposalLaw = PointMass | Sampled | WithoutReplacement | TopPlusSampled
 
 

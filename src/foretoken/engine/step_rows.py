@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.context import Context
-from foretoken.core.draft import Draft, PointMass, Sampled, WithoutReplacement
+from foretoken.core.draft import (
+    Draft,
+    LawElsewhere,
+    PointMass,
+    SampledElsewhere,
+    TopPlusSampledElsewhere,
+    WithoutReplacementElsewhere,
+)
 from foretoken.core.native import sampling as native
 from foretoken.core.native.sampling import DraftNodes, Noise, TokenRow
 from foretoken.core.streams import Purpose, Streams, purpose_key
@@ -26,6 +33,13 @@ from foretoken.models.device_drafts import UnreadDraft
 from foretoken.models.device_logits import DeviceRows, TokenChooser
 from foretoken.verify import DRAWING, VERIFIERS, Rule
 
+# Verifiers that devices have, by the law of the draft.
+ON_DEVICES: dict[type[LawElsewhere], str] = {
+    SampledElsewhere: "block",
+    WithoutReplacementElsewhere: "traversal",
+    TopPlusSampledElsewhere: "greedy-multi",
+}
+
 
 class SequenceRow:
     """The request for the tokens of one sequence's steps.
@@ -36,8 +50,7 @@ class SequenceRow:
 
     Attributes:
         row: The request; None if the kernels cannot choose the token.
-        blocks: Whether a device may verify sampled chains.
-        trees: Whether it may verify sampled trees.
+        on_device: Laws of sampled drafts that a device may verify.
     """
 
     def __init__(self, context: Context, logprobs: int | None, vocabulary: int) -> None:
@@ -50,7 +63,7 @@ class SequenceRow:
         self._history = context.history() if law.needs_history else None
         self._nodes, self._levels, self._path = DraftNodes(), list[TokenRow](), array("i")
         self._held: tuple[object, ...] = ()  # arrays that the nodes point to
-        self.blocks = self.trees = False
+        self.on_device = set[type[LawElsewhere]]()
         if self.row is not None:
             self.row.tensor = None  # each step has its own logits
             if logprobs is not None:
@@ -65,10 +78,9 @@ class SequenceRow:
         if isinstance(scores.rows, Tensor) and not native.for_rows(scores.rows):
             return None
         result = cls(context, sequence.options.logprobs, scores.vocab)
-        sampled = rule(Sampled(no_logits(1)), context.exactness)
-        without = rule(WithoutReplacement(no_logits(1)), context.exactness)
-        result.trees = without is VERIFIERS["traversal"] and not sequence.options.reads_logits
-        result.blocks = sampled is VERIFIERS["block"] and not sequence.options.explain
+        for law, name in () if sequence.options.explain else ON_DEVICES.items():
+            if rule(law(lambda: no_logits(1)), context.exactness) is VERIFIERS[name]:
+                result.on_device.add(law)
         return None if result.row is None else result
 
     def update(self, draft: Draft, scores: Scores) -> TokenRow | None:
@@ -108,7 +120,7 @@ class SequenceRow:
         assert self.row is not None
         if not draft.unread or not isinstance(scores.rows, DeviceRows):
             return False
-        if draft.source.sampled and not (self.trees and draft.source.siblings if draft.tree_depth else self.blocks):
+        if draft.source.law is not None and draft.source.law not in self.on_device:
             return False
         self.row.node = scores.rows.node_address
         return scores.chooser is not None and self.row.node > 0

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.context import ChainEnd as ChainEnd
-from foretoken.core.draft import SampledElsewhere, WithoutReplacementElsewhere
+from foretoken.core.draft import LawElsewhere
 from foretoken.core.native.sampling import Adjustment, Filter
 
 TREE_KINDS = ("ranked", "sampled", "greedy_multi")
@@ -140,5 +140,5 @@ class ModelChain:
     probabilities: list[float] = field(default_factory=list)
     # float32 [tokens, vocabulary], the distribution of each sampled token, if requested; of a tree, those of the root's
     # children and of each node's, up to the last node that has any; or a law that reads them
-    rows: Tensor | SampledElsewhere | WithoutReplacementElsewhere | None = None
+    rows: Tensor | LawElsewhere | None = None
     parents: list[int] = field(default_factory=list)  # parent of each token of a tree, -1 for none

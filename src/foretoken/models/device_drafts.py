@@ -10,12 +10,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.devices import fetched
-from foretoken.core.draft import Draft, SampledElsewhere, WithoutReplacementElsewhere
+from foretoken.core.draft import (
+    Draft,
+    LawElsewhere,
+    SampledElsewhere,
+    TopPlusSampledElsewhere,
+    WithoutReplacementElsewhere,
+)
 from foretoken.models.chains import ChainRequest, ModelChain
 
 # Fields of a node, int32: its token, the number of nodes back to its parent (the root is before all nodes), a float32.
 TOKEN, UP, SCORE, FIELDS = range(4)
 NODE_BYTES = 4
+# The laws of sampled trees, by ``TreeShape.kind``.
+TREE_LAWS: dict[str, type[LawElsewhere]] = {
+    "sampled": WithoutReplacementElsewhere,
+    "greedy_multi": TopPlusSampledElsewhere,
+}
 
 
 class DraftMemory:
@@ -70,19 +81,21 @@ class UnreadChain:
         return 0 if self._request.tree is None else min(self._request.levels, self.limit)
 
     @property
-    def sampled(self) -> bool:
-        """Whether the draft has the distributions that its tokens were sampled from."""
-        return self._request.draws is not None and self._request.draws.rows
+    def law(self) -> type[LawElsewhere] | None:
+        """The law of a sampled draft; None for fixed candidates."""
+        draws, tree = self._request.draws, self._request.tree
+        if draws is None or not draws.rows:
+            return None
+        return SampledElsewhere if tree is None else TREE_LAWS[tree.kind]
 
     @property
     def siblings(self) -> int:
-        """The largest number of siblings of a tree sampled without replacement; 0 for other drafts."""
-        tree = self._request.tree
-        return tree.width if tree is not None and tree.kind == "sampled" else 0
+        """The largest number of siblings of a tree; 0 for a chain."""
+        return 0 if self._request.tree is None else self._request.tree.width
 
     @property
     def distributions(self) -> Tensor:
-        """These distributions on the device, [rows, V]."""
+        """The distributions that the tokens of a sampled draft were sampled from, on the device, [rows, V]."""
         assert self._memory is not None and self._memory.rows is not None
         return self._memory.rows[self._number]
 
@@ -116,14 +129,13 @@ class UnreadChain:
         assert self._memory is not None
         tokens, up, scores = nodes[:, : self.limit]
         if self._request.tree is None:
-            rows = partial(self._memory.read_rows, self._number) if self.sampled else None
+            rows = partial(self._memory.read_rows, self._number) if self.law else None
             self._chain = chain_of(self._request, tokens.tolist(), scores.view(np.float32).tolist(), rows)
         else:
             self._chain = tree_of(self._request, tokens, up, scores.view(np.float32))
-            if self.sampled and self._chain.tokens:
+            if self.law and self._chain.tokens:
                 read = partial(self._memory.read_rows, self._number, max(self._chain.parents) + 2)
-                law = WithoutReplacementElsewhere(read) if self.siblings else read()
-                self._chain = replace(self._chain, rows=law)
+                self._chain = replace(self._chain, rows=self.law(read))
         self._memory = None
 
 

@@ -20,7 +20,6 @@ from foretoken.core.draft import (
     ProposalLaw,
     Sampled,
     SampledElsewhere,
-    WithoutReplacementElsewhere,
     log_scores,
 )
 from foretoken.core.history import History
@@ -81,7 +80,7 @@ class Chain:
         return None if request is None or draws is None else replace(request, stop=self.stop)
 
     def take(self, chain: ModelChain) -> None:
-        assert not isinstance(chain.rows, WithoutReplacementElsewhere)
+        assert chain.rows is None or isinstance(chain.rows, Tensor | SampledElsewhere)
         self.tokens, self.stopped, self.stacked = chain.candidates or chain.tokens, chain.ended, chain.rows
         self.claims = chain.probabilities
 

@@ -73,13 +73,14 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class ChainRows:
-    """Rows of sampled chains among all rows of a step, int64 tensors on the device, [R] each."""
+    """Rows above one sampled token among all rows of a step, int64 tensors on the device, [R] each."""
 
     # addresses of the distributions, float32 [V], that the tokens below the rows were sampled from; 0 without a token
     drawn_from: Tensor
     drafted: Tensor  # these tokens
-    firsts: Tensor  # the root's row of each row's chain; the row itself for other rows
+    firsts: Tensor  # the root's row of each row's chain; the row itself for others, whose weight is 1
     ratios: Tensor  # float64, room for the ratio of target and draft of each token
+    masses: Tensor  # float64, mass of each distribution, which it is divided by
 
 
 @dataclass(frozen=True, slots=True)

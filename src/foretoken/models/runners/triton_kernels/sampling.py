@@ -200,7 +200,9 @@ def _chances(logits, inverses, top, lowest, over, last, row, at, SIZE: tl.conste
 
 
 @triton.jit
-def _ratio(logits, inverses, top, lowest, over, last, drawn_from, drafted, ratios, chances, SIZE: tl.constexpr):
+def _ratio(
+    logits, inverses, top, lowest, over, last, drawn_from, of_drafts, drafted, ratios, chances, SIZE: tl.constexpr
+):
     """Stores the probability of a row's drafted token for the draft, and the target's divided by it, or 0."""
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, 1)
     address = tl.load(drawn_from + row)
@@ -209,7 +211,8 @@ def _ratio(logits, inverses, top, lowest, over, last, drawn_from, drafted, ratio
         p = _chances(logits, inverses, top, lowest, over, last, row, at, SIZE)
         q = tl.load(address.to(tl.pointer_type(tl.float32)) + at).to(tl.float64)
         possible = (p > 0.0) & (q > 0.0)
-        tl.store(ratios + row + lane, tl.where(possible, p / tl.where(possible, q, 1.0), 0.0))
+        ratio = p / (tl.where(possible, q, 1.0) / tl.load(of_drafts + row))
+        tl.store(ratios + row + lane, tl.where(possible, ratio, 0.0))
         tl.store(chances + row + lane, q)
 
 
@@ -225,12 +228,12 @@ def _weigh(firsts, ratios, weights, start):
 
 
 @triton.jit
-def _excess(chance, drawn_from, weights, row, at, SIZE: tl.constexpr):
-    """Returns (weight p - q)+ of tokens of a row of a sampled chain, and p of other rows."""
+def _excess(chance, drawn_from, of_drafts, weights, row, at, SIZE: tl.constexpr):
+    """Returns (weight p - q)+ of tokens of a row above a sampled one, and p of other rows."""
     address = tl.load(drawn_from + row)
     count = tl.where(address == 0, 0, SIZE)
     q = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=at < count, other=0.0)
-    left = chance * tl.load(weights + row) - q.to(tl.float64)
+    left = chance * tl.load(weights + row) - q.to(tl.float64) / tl.load(of_drafts + row)
     return tl.where(address != 0, tl.where(left < 0.0, 0.0, left), chance)
 
 
@@ -308,7 +311,7 @@ def _reject(
 
 @triton.jit
 def _draw(
-    logits, sources, noise, inverses, top, lowest, over, last, drawn_from, weights, masses, plain, winners,
+    logits, sources, noise, inverses, top, lowest, over, last, drawn_from, of_drafts, weights, masses, plain, winners,
     of_children, drafted, children, of_trees, excesses, rests, start,
     CHUNKS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, SAMPLED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -336,7 +339,7 @@ def _draw(
                 )
             if SAMPLED:
                 tl.store(plain + to, tl.sum(chance, 0))
-                chance = _excess(chance, drawn_from, weights, row, at, SIZE)
+                chance = _excess(chance, drawn_from, of_drafts, weights, row, at, SIZE)
             tl.store(masses + to, tl.sum(chance, 0))
         else:
             z = (at + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + tl.load(noise + row).to(tl.uint64, bitcast=True)
@@ -352,8 +355,8 @@ def _draw(
 
 @triton.jit
 def _pick(
-    logits, sources, noise, inverses, top, lowest, over, last, drawn_from, weights, best, masses, plain, winners,
-    tokens, totals, of_children, drafted, children, of_trees, excesses, rests, start,
+    logits, sources, noise, inverses, top, lowest, over, last, drawn_from, of_drafts, weights, best, masses, plain,
+    winners, tokens, totals, of_children, drafted, children, of_trees, excesses, rests, start,
     CHUNKS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr, SAMPLED: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -389,7 +392,7 @@ def _pick(
                     SIZE, RANKS,
                 )  # fmt: skip
             if SAMPLED:
-                beyond_draft = _excess(chance, drawn_from, weights, row, place * LENGTH + at, SIZE)
+                beyond_draft = _excess(chance, drawn_from, of_drafts, weights, row, place * LENGTH + at, SIZE)
                 chance = tl.where(left, beyond_draft, chance)
             reached = before + tl.cumsum(chance, 0) > tl.where(beyond < WIDE, point, float("inf"))
             first, final = tl.min(tl.where(reached, at, LENGTH), 0), tl.max(tl.where(chance > 0.0, at, 0), 0)
@@ -416,13 +419,13 @@ def _total(top, sums, totals, PARTS: tl.constexpr, WIDE: tl.constexpr):
     tl.store(totals + row, tl.load(top + row).to(tl.float64) + tl.log(total))
 
 
-def gathered(rows: SampledRows, vocabulary: int) -> Tensor:
-    """Returns the logits of all rows, [R, V]; zeros for padding."""
-    count = len(rows.addresses)
-    logits = torch.empty((count, vocabulary), dtype=torch.float32, device=rows.addresses.device)
-    blocks = triton.cdiv(vocabulary, BLOCK)
-    _gather[(count, blocks)](rows.addresses, logits, SIZE=vocabulary, LENGTH=BLOCK, num_warps=4)
-    return logits
+def gathered(addresses: Tensor, vocabulary: int) -> Tensor:
+    """Returns rows of float32 [V] at addresses [R], [R, V]; zeros for address 0."""
+    rows = torch.empty((len(addresses), vocabulary), dtype=torch.float32, device=addresses.device)
+    _gather[(len(addresses), triton.cdiv(vocabulary, BLOCK))](
+        addresses, rows, SIZE=vocabulary, LENGTH=BLOCK, num_warps=4
+    )
+    return rows
 
 
 def nodes(addresses: Tensor) -> Tensor:
@@ -443,13 +446,14 @@ def chosen(
     """Returns the token of each row; -1 where none is possible.
 
     Rows of sampled chains get the token that follows if block verification (2403.10444) accepts the chain up to there,
-    and rows of sampled trees that of traversal verification (2505.12398).
+    rows of sampled trees that of traversal verification (2505.12398), and rows of trees with one sampled sibling that
+    after its rejection (2502.18779).
 
     Args:
         logits: changed logits, [R, V].
         rows: the requests.
         narrow: whether any row has top_k or top_p.
-        chains: sampled chains; the rows before these have been computed. None for none.
+        chains: sampled chains and siblings; the rows before these have been computed. None for none.
         start: the first row among those of ``chains`` and ``trees``.
         trees: sampled trees, likewise. None for none.
 
@@ -479,16 +483,18 @@ def chosen(
         values, ids = torch.sort(logits + 0.0, dim=-1, descending=True, stable=True)  # 0 and -0 are equal
         law = rows.inverse, rows.floor, rows.top_k, rows.top_p, top, mass, lowest, over, last
         _narrow[(count,)](values, ids, rows.sources, *law, LENGTH=BLOCK, num_warps=4, **strict)
-    plain, measures, drawn_from = masses, torch.zeros((3, count), dtype=torch.float64, device=device), best
+    plain, measures = masses, torch.zeros((3, count), dtype=torch.float64, device=device)
+    drawn_from, of_drafts = best, mass
     distribution = rows.inverse, top, lowest, over, last
     if chains is not None:
         part = slice(start, start + count)
-        plain, drawn_from, ratios = torch.empty_like(masses), chains.drawn_from[part], chains.ratios[part]
+        plain, drawn_from, of_drafts = torch.empty_like(masses), chains.drawn_from[part], chains.masses[part]
+        results = chains.ratios[part], measures[2]
         _ratio[(count,)](
-            logits, *distribution, drawn_from, chains.drafted[part], ratios, measures[2], num_warps=1, **strict
+            logits, *distribution, drawn_from, of_drafts, chains.drafted[part], *results, num_warps=1, **strict
         )
         _weigh[(count,)](chains.firsts, chains.ratios, measures[1], start, num_warps=1)
-    drawn = logits, rows.sources, rows.noise, *distribution, drawn_from, measures[1]
+    drawn = logits, rows.sources, rows.noise, *distribution, drawn_from, of_drafts, measures[1]
     wide, ranks, of_trees = triton.next_power_of_2(blocks), 0, (best, best, best, mass, mass, mass, start)
     if trees is not None:
         ranks = _reject_nodes(logits, distribution, trees, start, strict)

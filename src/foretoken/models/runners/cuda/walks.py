@@ -1,0 +1,240 @@
+"""Rows of the draft of a request for tokens, and the verdict that the device's results of all rows lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from ctypes import c_double, c_int32, c_int64, c_void_p
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.core.draft import Elsewhere, TopPlusSampledElsewhere, WithoutReplacementElsewhere
+from foretoken.core.native.sampling import Adjustment, DraftNodes, TokenRow
+from foretoken.core.streams import PrivateStream, Uniform, step_keys
+from foretoken.models.device_drafts import FIELDS, UnreadDraft
+from foretoken.models.runners.cuda.changes import Changes
+
+ONE_SAMPLED = -1  # for ``Walk.ranks``
+NODE_VALUES = FIELDS + 1  # of a node that a pass has read: its fields and its depth, int64
+
+
+class Walk:
+    """The rows of one request: the root's, then those of the draft's nodes.
+
+    Args:
+        request: the request, to which ``follow`` writes the results.
+
+    Attributes:
+        tokens: tokens of the nodes.
+        parents: the node above each; -1 for the root.
+        unread: the draft, if the host has not read it.
+        law: the law of a sampled one; None for other drafts.
+        ranks: the largest number of siblings sampled without replacement; ``ONE_SAMPLED`` for trees of which the last
+            sibling alone is sampled, 0 for other drafts.
+        deepest: the largest depth of a node that has siblings sampled without replacement below it.
+        drawn_from: address of the distribution of the sampled tokens below each row; 0 for none.
+        count: number of rows.
+        nodes: address of each row's node on the device, if the host has not read it; else 0.
+        depths: depth of each row; of nodes that the host has not read, all depths in turn.
+        addresses: address of each row's logits.
+        masks: number of each row's mask among those of changes.
+    """
+
+    def __init__(self, request: TokenRow) -> None:
+        self.request, stride, self.count = request, 0, 1
+        self.tokens, self.parents = list[int](), list[int]()
+        self._nodes: DraftNodes | None = None
+        self.unread: UnreadDraft | None = request.unread if request.below else None
+        self.law, self.ranks, self.deepest = None if self.unread is None else self.unread.source.law, 0, 0
+        if self.unread is not None and self.law is WithoutReplacementElsewhere:
+            self.ranks, self.deepest = self.unread.source.siblings, self.unread.source.tree_depth - 1
+        elif self.law is TopPlusSampledElsewhere:
+            self.ranks = ONE_SAMPLED
+        depths = [request.index]
+        if request.below:
+            nodes = self._nodes = DraftNodes.from_address(request.below)
+            stride, self.count = nodes.stride, 1 + nodes.nodes
+            if self.unread is None:
+                self._take(
+                    (c_int64 * nodes.nodes).from_address(nodes.ids), (c_int32 * nodes.nodes).from_address(nodes.parents)
+                )
+            else:
+                depths += range(request.index + 1, request.index + self.count)
+        for parent in self.parents:
+            depths.append(depths[parent + 1] + 1)
+        self.depths, rows = np.array(depths), np.arange(self.count)
+        self.nodes = (
+            np.where(rows, request.node + 8 * NODE_VALUES * (rows - 1), 0) if self.unread is not None else 0 * rows
+        )
+        self.addresses, self.drawn_from, self.masks = request.logits + 4 * stride * rows, 0 * rows, 0 * rows
+        if self.unread is not None and self.law is not None:
+            q = self.unread.source.distributions
+            self.drawn_from[:-1] = q.data_ptr() + 4 * q.stride(0) * rows[:-1]
+
+    @property
+    def reach(self) -> int:
+        """Depth of the deepest node, at most."""
+        if self.unread is not None:
+            return self.unread.tree_depth or self.unread.limit
+        return int(self.depths.max()) - self.request.index
+
+    def add_changes(self, changes: Changes, number: int) -> None:
+        """Adds the changes of the request."""
+        request = self.request
+        self.masks[:] = changes.add(number, Adjustment.from_address(request.changes or 0), not request.masks)
+        if request.masks:
+            self.masks[: len(request.masks)] = [changes.mask(mask) for mask in request.masks]
+
+    def _take(self, tokens: Iterable[int], parents: Iterable[int]) -> None:
+        self.tokens, self.parents = list(tokens), list(parents)
+
+    def receive(self, nodes: NDArray[np.int64]) -> None:
+        """Takes the fields of the nodes, [nodes, fields], if the host has not read them."""
+        if self.unread is not None:
+            self.unread.source.receive(nodes.T.astype(np.int32))
+            self._take(self.unread.ids, self.unread.parents)
+
+    def verify(self, results: NDArray[np.int64], described: NDArray[np.int64], listed: int) -> None:
+        """Writes the verdict on a sampled draft.
+
+        Args:
+            results: [rows, 4], the token of each row and its measures.
+            described: log-probabilities, see ``_compute``.
+            listed: number of tokens that are listed; -1 without log-probabilities.
+        """
+        rules = {0: self._block, ONE_SAMPLED: self._greedy_multi}
+        path, chances = rules.get(self.ranks, self._traversal)(results)
+        chosen = results[:, 0]
+        self._accept(path, int(chosen[path[-1] + 1 if path else 0]), chances[: len(self.tokens)].tolist())
+        if self.request.top_count >= 0:
+            self._describe(path, chosen, described, listed)
+
+    def _block(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
+        """Returns the path that block verification accepts, as ``verify/block.py``, and the draft's probabilities.
+
+        results: see ``chosen`` of ``triton_kernels/sampling.py``.
+        """
+        count, stream = len(self.tokens), self._stream
+        masses, weights, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
+        reached = [*weights[: count + 1], 0.0].index(0.0)  # a weight of 0 stays 0
+        accepted = count
+        if reached <= count or not stream.uniform(count).below(weights[count]):
+            accepted = min(reached, count) - 1
+            rows = [*zip(weights, masses, results[:, 0] >= 0, strict=True)]
+            while accepted and not _leaves(stream.uniform(accepted), *rows[accepted]):
+                accepted -= 1
+        return [*range(accepted)], chances
+
+    def _describe(
+        self, path: Sequence[int], chosen: NDArray[np.int64], described: NDArray[np.int64], listed: int
+    ) -> None:
+        """Writes the log-probabilities of the accepted tokens and of the chosen one behind them."""
+        rows = [0, *(node + 1 for node in path)]
+        for row, below, level in zip(rows, [*rows[1:], None], self._levels(len(path)), strict=True):
+            if below is None:
+                token, of_token = chosen[row], described[row, :2]
+            else:
+                token, of_token = self.tokens[below - 1], described[below, -2:]
+            _write(level, np.concatenate(([token], of_token, described[row, 2:])), listed)
+
+    def _traversal(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
+        """Returns the same of traversal verification, as ``verify/tree.py``. results: see ``TreeRows.measures``."""
+        reached, weights, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
+        path, stream, untested = [-1], self._stream, [*map(iter, self._children)]
+        while True:
+            if (child := next(untested[path[-1] + 1], None)) is not None:
+                if reached[child + 1] > 0.0:
+                    path.append(child)
+            elif path[-1] < 0 or stream.bernoulli(weights[path[-1] + 1], path[-1] + 1):
+                return path[1:], chances[1:]
+            else:
+                path.pop()
+
+    def _greedy_multi(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
+        """Returns the same of greedy multi-draft verification. results: see ``SiblingRows.measures``."""
+        ratios, _, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
+        path, stream, children = list[int](), self._stream, self._children
+        while True:
+            row = path[-1] + 1 if path else 0
+            below, token = children[row], int(results[row, 0])
+            if below and stream.bernoulli(ratios[row], below[-1]):
+                path.append(below[-1])
+            elif landed := [child for child in below if self.tokens[child] == token]:
+                path += landed
+            else:
+                return path, chances[1:]
+
+    @property
+    def _children(self) -> list[list[int]]:
+        """The nodes below each row, in order."""
+        children = [list[int]() for _ in range(self.count)]
+        for node, parent in enumerate(self.parents):
+            children[parent + 1].append(node)
+        return children
+
+    @property
+    def _stream(self) -> PrivateStream:
+        """The random numbers of the verification."""
+        (key,) = step_keys(np.array([self.request.noise], np.uint64), np.array([self.request.position]))
+        return PrivateStream(int(key))
+
+    def _accept(self, path: Sequence[int], token: int, chances: Sequence[float]) -> None:
+        """Writes the accepted nodes and the token behind them.
+
+        Args:
+            chances: the draft's probability of each node's token.
+        """
+        assert self._nodes is not None and self.unread is not None
+        for level, number in zip(self._levels(len(path)), [*(self.tokens[node] for node in path), token], strict=True):
+            level.token = number
+        self._nodes.path_count = len(path)
+        (c_int32 * len(path)).from_address(self._nodes.path)[:] = list(path)
+        law = self.unread.law
+        if token >= 0 and isinstance(law, Elsewhere):
+            law.drop(chances)
+
+    def _levels(self, depth: int) -> list[TokenRow]:
+        """Returns the requests of the root and of accepted nodes up to a depth."""
+        assert self._nodes is not None
+        pointers = (c_void_p * self._nodes.deepest).from_address(self._nodes.rows)
+        return [self.request, *(TokenRow.from_address(pointers[at]) for at in range(depth))]
+
+    def follow(self, results: NDArray[np.int64], listed: int) -> None:
+        """Writes the results of the root and of the nodes that tokens lead to, as ``DraftWalk`` of token_row.hpp."""
+        row, reached, depth = self.request, [-1], 0
+        while True:
+            _write(row, results[reached[0] + 1], listed)
+            below = [
+                child
+                for node in reached
+                for child, parent in enumerate(self.parents)
+                if parent == node and self.tokens[child] == row.token
+            ]
+            if row.token < 0 or not below or self._nodes is None:
+                break
+            pointers = (c_void_p * self._nodes.deepest).from_address(self._nodes.rows)
+            row, reached, depth = TokenRow.from_address(pointers[depth]), below, depth + 1
+        if self._nodes is not None:
+            self._nodes.path_count, node = depth, reached[0]
+            path = (c_int32 * depth).from_address(self._nodes.path)
+            while node >= 0:
+                depth -= 1
+                path[depth], node = node, self.parents[node]
+
+
+def _leaves(number: Uniform, weight: float, mass: float, possible: bool) -> bool:
+    """Returns whether verification ends at a row: with the token that follows there, or because none is possible."""
+    leaving = mass + (1.0 - weight)
+    left = mass / leaving if possible and leaving > 0.0 else 1.0
+    return number.below(weight) and number.below(left)
+
+
+def _write(row: TokenRow, results: NDArray[np.int64], listed: int) -> None:
+    """Writes the token of a row and its log-probabilities."""
+    row.token = int(results[0])
+    if row.top_count < 0:
+        return
+    row.logprob, row.rank = float(results[1:2].view(np.float64)[0]), int(results[2])
+    ids, logprobs = results[3 : 3 + row.top_count], results[3 + listed :].view(np.float64)
+    (c_int64 * row.top_count).from_address(row.top_ids)[:] = ids.tolist()
+    (c_double * row.top_count).from_address(row.top_logprobs)[:] = logprobs[: row.top_count].tolist()
