@@ -23,7 +23,8 @@ from foretoken.propose.tree import Candidates, Tree, likeliest
 SHARPER = SamplingLaw(temperature=0.7)
 MAX_PENDING = 512  # rows of a sequence whose states may wait for the head, whatever their memory
 MAX_PENDING_BYTES = 8 * 2**20  # more rows may wait while they take no more memory than this
-LATE_STEPS = 16  # steps without drafts whose states are noted before they are read
+LATE_STEPS = 256  # steps without drafts whose states are noted before they are read
+MAX_WASTE = 8  # times the memory of the noted states that may be held for them, as part of larger passes
 LEVELS = 5  # of a draft in one call, by default, if each takes a pass of the head
 _NO_ROWS = torch.empty(0, 0)
 
@@ -99,7 +100,6 @@ class HiddenStateProposer(Proposer):
         """Keeps the states of a prefill chunk. If sequences are being drafted for, the head processes it at once: the
         whole prompt after its last chunk would delay them.
         """
-        self._read()
         for context, score in zip(contexts, scores, strict=True):
             self._keep(context, score, range(tapped_rows(score.taps)))
         if self._drafting:
@@ -108,21 +108,24 @@ class HiddenStateProposer(Proposer):
                     self.net.prefill(handle)
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        """Notes the committed tokens and the target's states before them. They are read in a step that drafts, once a
-        sequence ends, or after ``LATE_STEPS``: code that runs once in a step is mostly not in the processor's caches.
+        """Notes the committed tokens and the target's states before them. They are read in a step that drafts, at the
+        end of a sequence whose rows others may use, or after ``LATE_STEPS``: mostly never in a text without drafts.
         """
-        ended, due = list[Context](), False
+        ended, due, held, used = list[Context](), False, 0, 0
         for context, observation in zip(contexts, observations, strict=True):
-            step, scores = observation.step, observation.scores
-            known = tapped_rows(scores.taps) - len(step.draft.ids)  # the rows of committed tokens precede the draft's
+            step, scores, taps = observation.step, observation.scores, observation.scores.taps
+            known = tapped_rows(taps) - len(step.draft.ids)  # the rows of committed tokens precede the draft's
             path = step.verdict.path[: max(0, len(step.tokens) - 1)]
             rows = [*range(known), *[known + node for node in path]] if path else range(known)
             late = self._late.setdefault(context.id, [])
-            late.append((context, scores.taps, scores.first, scores.slot, rows))
-            due |= len(late) >= LATE_STEPS or not isinstance(scores.taps, Tapped)  # a device overwrites its states
-            if step.finish_reason is not None:
+            late.append((context, taps, scores.first, scores.slot, rows))
+            if isinstance(taps, Tapped):
+                held, used, due = max(held, taps.held), used + len(rows), due or len(late) >= LATE_STEPS
+            else:  # a device overwrites its states
+                due = True
+            if step.finish_reason is not None and self.net.keeps:
                 ended.append(context)
-        if ended or due:
+        if ended or due or held > MAX_WASTE * used:
             self._read()
             for context in ended:
                 self._cache_end(context)
@@ -155,7 +158,7 @@ class HiddenStateProposer(Proposer):
         self.net.enable_prefix_cache(max_bytes)
 
     def forget(self, context: Context) -> None:
-        self._read()
+        self._late.pop(context.id, None)
         self._known.pop(context.id, None)
         self._growers.pop(context.id, None)
         handle = self._handles.pop(context.id, None)
@@ -244,5 +247,5 @@ class HiddenStateProposer(Proposer):
         This is also done if nothing was drafted: the target's own cache is of use only up to the head's last row.
         """
         handle = self._handles.get(context.id)
-        if handle is not None and handle.root is not None and self.net.keeps and handle.num_pending:
+        if handle is not None and handle.root is not None and handle.num_pending:
             self.net.complete(handle)
