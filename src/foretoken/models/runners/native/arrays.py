@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.core.native import sampling
 from foretoken.models.chains import TREE_KINDS, ChainEnd, ChainRequest, DraftVocabulary, Draws, ModelChain
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.runners.native.bindings import (
@@ -80,6 +79,9 @@ def _add_tree(part: Part, prefix: list[int], branch_from: list[int], branches: l
         branch_from.append(len(branches))
 
 
+Addresses = tuple[int | None, ...] | None  # of kernels
+
+
 class ChainArrays:
     """Inputs and results of the kernels for the chains of a pass.
 
@@ -87,14 +89,18 @@ class ChainArrays:
         requests: The chains. Their ends have the same bounds.
         vocabulary: The tokens that may be drafted.
         foreseen: Whether the pass has the logits of all levels.
+        drawing: Addresses of the kernels that sample and change logits; see ``sampling.drawing``.
 
     Attributes:
         further: Number of rows behind those of each sequence; None for none.
         widest: Number of rows of a level of all requests.
     """
 
-    def __init__(self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, foreseen: bool) -> None:
-        count, self.requests, self.vocabulary, self.foreseen = len(requests), requests, vocabulary, foreseen
+    def __init__(
+        self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, foreseen: bool, drawing: Addresses = None
+    ) -> None:
+        self._drawing, count = drawing or (None,) * 4, len(requests)
+        self.requests, self.vocabulary, self.foreseen = requests, vocabulary, foreseen
         self.further = None if foreseen else [request.rows + 1 for request in requests]
         self.widest = sum([request.widest for request in requests])
         self._limits = array("i", [request.limit for request in requests])
@@ -142,7 +148,7 @@ class ChainArrays:
             *(values.buffer_info()[0] for values in (*inputs, *results)),
             ctypes.addressof(self._samplers),
             ctypes.addressof(self._trees),
-            *((sampling.drawing() if self._held else None) or (None,) * 4),
+            *self._drawing,
             None if ids is None else ids.data_ptr(),
             *((None, None) if successors is None else successors.addresses),
             None,  # deeper layers

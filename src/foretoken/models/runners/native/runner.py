@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from time import perf_counter
 from typing import Self
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.native import sampling
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.base import LogitRows
 from foretoken.models.chains import ChainRequest, DraftVocabulary, ModelChain
@@ -22,7 +24,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DeeperLayer, Injected, Pass, Runner, injecting
-from foretoken.models.runners.native.arrays import ChainArrays, PositionTables, pass_batch, replay_pointer
+from foretoken.models.runners.native.arrays import Addresses, ChainArrays, PositionTables, pass_batch, replay_pointer
 from foretoken.models.runners.native.bindings import (
     UNIT,
     BatchSpec,
@@ -271,6 +273,10 @@ class NativeRunner(Runner):
         chains.spec.deeper, chains.spec.deeper_count = ctypes.addressof(specs), len(deeper)
         return carried
 
+    @cached_property
+    def _drawing(self) -> Addresses:
+        return sampling.drawing()
+
     def _chain_arrays(
         self, requests: Sequence[ChainRequest], vocabulary: DraftVocabulary, foreseen: bool
     ) -> ChainArrays:
@@ -279,7 +285,7 @@ class NativeRunner(Runner):
         if last and last.vocabulary is vocabulary and last.foreseen is foreseen and last.requests == requests:
             return last
         if any(request.draws or request.end or request.changes for request in requests):
-            return ChainArrays(requests, vocabulary, foreseen)
+            return ChainArrays(requests, vocabulary, foreseen, self._drawing)
         shape = vocabulary.size, vocabulary.width, id(vocabulary.ids), foreseen
         key = (shape, *((request.limit, request.tree) for request in requests))
         if key not in self._kept_arrays:
