@@ -398,6 +398,23 @@ def test_an_idle_batch_decides_in_one_of_eight_steps(requests: int, least: int, 
     assert least <= len(decided) <= most + 4 * (sum(map(bool, made.drafted)) - trials)
 
 
+def test_a_trial_that_costs_too_much_is_not_considered_again_in_every_decision() -> None:
+    made, decided = world(chance(0.0), step=PLAIN), 0
+    made.add()
+    made.run(64)
+    made.controller._allowed = lambda batch: 0.0
+    decide = made.controller._decide
+
+    def counted(*args: object) -> None:
+        nonlocal decided
+        decided += 1
+        decide(*args)
+
+    made.controller._decide = counted
+    made.run(512)
+    assert 1 <= decided <= 32  # of 64 decisions that hold for eight steps
+
+
 def test_the_slowdown_budget_fills_while_steps_are_not_observed() -> None:
     made = World(policy(8, 0.005, constant=True), chance(0.0))
     made.warm_up(made.controller.costs)

@@ -136,6 +136,7 @@ class DraftPolicy(Controller):
         self._survivals: dict[RequestKind, Survival] = {}
         self._rates: dict[RequestKind, Rates] = {}
         self._search_values = [0.1, 1.0]  # of new requests, see ``RequestDrafts``; high: an engine begins with searches
+        self._failures = 0  # searches of the last requests since they were profitable on average
         self._wait = self.tuning.wait_steps  # steps before the first trial of a new request
         self._cooldown = 0  # step before which no trial is made, after one that failed
         self._worst = 0.0  # seconds that the model's drafts of a step lose if all are rejected
@@ -257,7 +258,7 @@ class DraftPolicy(Controller):
         ):
             values[repeats] += (value - values[repeats]) * weight
         price = self._speedup() * self._tokens_in(self.costs.search_seconds, batch)
-        state.failures = 0 if state.search_values[repeats] > price else state.failures + 1
+        state.failures = self._failures = 0 if state.search_values[repeats] > price else state.failures + 1
         longest = max(wait, 2 * price / self.tuning.margin_tokens)  # steps: searches in vain cost half the margin
         state.next_repeat = self.step + min(2**state.failures, longest)
         if not repeats or not state.failures:
@@ -393,7 +394,8 @@ class DraftPolicy(Controller):
     def _request(self, context: Context) -> RequestDrafts:
         state = self._requests.get(context.id)
         if state is None:
-            state = self._requests[context.id] = RequestDrafts(search_values=[*self._search_values])
+            searched, failures = [*self._search_values], max(0, min(self._failures - 1, self.tuning.known_failures))
+            state = self._requests[context.id] = RequestDrafts(search_values=searched, failures=failures)
         return state
 
     def _due(self, context: Context) -> bool:
@@ -498,6 +500,8 @@ class DraftPolicy(Controller):
                 requests.contexts[first].end = None
                 seconds = self.costs.drafting.seconds(length, 1) + self._prices(requests.size)[0][length]
                 self._try(states[first], length, seconds)
+            else:
+                states[first].since = self.step
         if not any(state.length for state in states):
             for i in idle:
                 left = max(states[i].since + states[i].wait, self._cooldown) - self.step

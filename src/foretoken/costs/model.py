@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from foretoken.core.step import StepOutput, is_decode_only
+from foretoken.core.step import StepOutput, Timings, is_decode_only
 from foretoken.costs.curve import Curve
 from foretoken.costs.displacement import Displacement
 from foretoken.costs.drafting import DraftingTimes
@@ -25,7 +25,7 @@ class CostModel:
     Attributes:
         drafting: Seconds of drafting.
         displacement: Seconds that passes take longer after drafting.
-        search_seconds: Seconds in which text to copy is searched for one request.
+        search_seconds: Seconds by which searching text to copy for one request makes a step longer.
         level: Seconds of a pass relative to those of the first observed passes.
     """
 
@@ -68,12 +68,19 @@ class CostModel:
         if levels and (drafted or any(step.draft.levels for step in drafting)):
             self.drafting.observe(max(levels), len(levels), timings.propose + displaced, timings.missed_tokens)
         if not levels:
-            self.search_seconds += self.tuning.follow_share * (timings.propose / len(drafting) - self.search_seconds)
+            self._observe_search(len(drafting), timings, 0.0 if drafted else self.plain_seconds(batch))
         if drafted:
             plain = self.plain_seconds(batch)
             if decode_only and plain and timings.total:  # no step with drafts is shorter than one without
                 speedup = sum([len(step.tokens) for step in steps]) / batch * min(1.0, plain / timings.total)
                 self._speedup += 0.1 * (speedup - self._speedup)
+
+    def _observe_search(self, count: int, timings: Timings, plain: float) -> None:
+        """Learns from a step that searched for ``count`` requests; without drafts its pass, too, is compared: code and
+        text displace the target's weights.
+        """
+        added = min(timings.total - plain, (self.tuning.clip_ratio - 1.0) * plain)
+        self.search_seconds += 0.1 * (max(timings.propose, added) / count - self.search_seconds)
 
     def _observe_plain(self, batch: int, taken: float, seconds: float) -> None:
         """Learns from a plain step that took ``taken`` seconds: ``seconds`` at level 1 without displaced caches."""

@@ -38,6 +38,7 @@ class Tuning:
     horizon_steps: float = 32.0  # steps in which processing the tokens that the model missed has to be profitable
     first_token_steps: float = 0.5  # plain steps by which drafting may delay the first token of a request
     doubt_share: float = 0.5  # weight of earlier evidence after a trial that succeeded: the text has changed
+    known_failures: int = 3  # searches for text to copy in vain, at most, that other requests spare a new one
     hold_steps: int = 8  # steps for which a decision about a model's drafts holds
     wait_steps: int = 8  # steps without drafts before the first trial; doubles after each trial that fails, to 32 times
     trial_tokens: int = 2  # draft tokens of a trial
