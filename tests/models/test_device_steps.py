@@ -230,6 +230,7 @@ STOPPED = [*(f"draft model, {stop}: chain" for stop in STOPS), "DSpark, ended: c
         *product(("draft model: top_k", "EAGLE-3: top_k"), ("coupled", "unscaled coupled")),
         *product(SAMPLED_TREES, ("filtered", "unscaled")),
         *product(("draft model: ranked", "EAGLE-3: at_once"), ("greedy, filtered", "unscaled, greedy")),
+        *product((*SAMPLED_TREES, "MTP, two layers: sampled"), ("greedy, filtered, coupled",)),
     ],
 )
 def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
@@ -237,7 +238,8 @@ def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
 ) -> None:
     """A step that captures a graph moves the rows of accepted trees by one launch more.
 
-    Two texts are of alternate sequences. Greedy ones have trees then, and others chains, which share a graph.
+    Several texts are of alternate sequences. Greedy and coupled ones have ranked trees then, and others chains or
+    sampled trees, which share a graph.
     """
     texts = text.split(", ")
     model, proposer = device.model(path), proposer_of(drafter, device, path, tmp_path)
@@ -258,8 +260,7 @@ LOOKS = "phrases", "sampled, phrases", "grammar"  # the host looks at drafts, be
 @pytest.mark.parametrize(
     "drafter, text",
     [
-        *product([*MODELS[:3], "DSpark: chain"], CHANGED_DRAFTS),
-        *product(SAMPLED_TREES, CHANGED_DRAFTS[-3:]),
+        *product([*MODELS[:3], "DSpark: chain", *SAMPLED_TREES[::3]], CHANGED_DRAFTS),
     ],
 )
 def test_changed_logits_of_one_request_keep_the_drafts_of_all_on_the_device(

@@ -21,7 +21,7 @@ from tests.propose.test_chains_at_once import drafts as model_drafts
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import SampledElsewhere
+from foretoken.core.draft import Elsewhere
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import PrivateStream, SharedStream, Streams
 from foretoken.engine.loop import Engine
@@ -162,11 +162,13 @@ def test_chains_end_below_their_minimum_and_where_no_token_is_possible(folder: P
 
 
 def test_a_draft_does_not_depend_on_its_batch(folder: Path) -> None:
-    tree = ChainRequest(9, tree=TreeShape(4, 3, 0.7))
-    requests = [tree, drawn(PrivateStream(1), 5), ChainRequest(7), drawn(SharedStream(1, 2), 4), tree, ChainRequest(2)]
+    tree, sampled = ChainRequest(9, tree=TreeShape(4, 3, 0.7)), drawn(PrivateStream(1), 5)
+    requests = [tree, sampled, ChainRequest(7), drawn(SharedStream(1, 2), 4), tree, ChainRequest(2)]
+    for width, kind in product((2, 3), ("sampled", "greedy_multi")):
+        requests += [replace(sampled, tree=TreeShape(width, 3, kind=kind)), ChainRequest(6, tree=TreeShape(width, 3))]
     with on_graphs():
         model = llama(folder)
-        handles = [model.open(text(3 + 40 * i, i)) for i in range(len(requests))]
+        handles = [model.open(text(3 + 40 * (i % 6), i)) for i in range(len(requests))]
         together = model.chains(handles, requests, VOCAB)
         for handle, request, chain in zip(handles, requests, together, strict=True):
             (alone,) = model.chains([handle], [request], VOCAB)
@@ -174,7 +176,7 @@ def test_a_draft_does_not_depend_on_its_batch(folder: Path) -> None:
             assert alone.probabilities == chain.probabilities
             assert (alone.rows is None) == (chain.rows is None)
             if alone.rows is not None:
-                assert isinstance(alone.rows, SampledElsewhere) and isinstance(chain.rows, SampledElsewhere)
+                assert isinstance(alone.rows, Elsewhere) and isinstance(chain.rows, type(alone.rows))
                 assert torch.equal(alone.rows.probs, chain.rows.probs)
 
 
@@ -270,6 +272,7 @@ CAPTURED = {
         replace(drawn(PrivateStream(1), 4), stop=DraftStop(lambda rows: margin(rows.probs), 0.3)),
         ChainRequest(3),
     ],
+    "several kinds": [TREE, replace(drawn(PrivateStream(1), 9), tree=TreeShape(3, 4, kind="sampled"))],
     "greedy_multi trees": [replace(drawn(PrivateStream(1), 9), tree=TreeShape(3, 4, kind="greedy_multi"))] * 2,
 }
 
@@ -297,7 +300,7 @@ def test_captured_blocks_never_need_the_host(tmp_path: Path) -> None:
         handles = [net.open(), net.open()]
         stop = DraftStop(net.confidence, 0.3, hidden=True)
         ended = [replace(request, stop=stop) for request in CAPTURED["sampled"]]
-        for requests in (CAPTURED["greedy"], CAPTURED["trees"], ended):
+        for requests in (CAPTURED["greedy"], CAPTURED["trees"], CAPTURED["several kinds"], ended):
             for handle, rows in zip(handles, (9, 2), strict=True):
                 net.extend(handle, text(rows, 1), torch.empty(rows, 64, dtype=torch.float16, device=META))
             assert len(net.chains(handles, requests, VOCAB)) == 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,14 @@ class TapRows:
             else:
                 kept.chunks.append((states, rows))
         return kept
+
+    def only(self, numbers: Iterable[int]) -> TapRows:
+        """Returns some of the rows."""
+        chosen, placed = TapRows(), [(states, row) for states, rows in self.chunks for row in rows]
+        for _, run in groupby((placed[number] for number in numbers), lambda each: id(each[0])):
+            states, rows = zip(*run, strict=True)
+            chosen.chunks.append((states[0], rows))
+        return chosen
 
     @property
     def kind(self) -> tuple[int, int, torch.dtype] | None:
@@ -290,12 +298,9 @@ class PassPlan:
             rows += range(start, ends[number])
         tokens, positions = [self.tokens[row] for row in rows], [self.positions[row] for row in rows]
         parts, counts = [self.parts[i] for i in numbers], [self.output_counts[i] for i in numbers]
-        fed, reach = self.fed, max(part.end for part in parts)
-        fed = None if fed is None else _rows(fed, rows)
-        plan = PassPlan(tokens, positions, parts, outputs, counts, reach)
-        if fed is None or self.states is None:
-            return replace(plan, features=fed)
-        return replace(plan, states=TapRows([((fed,), range(len(rows)))]))
+        features = None if self.features is None else _rows(self.features, rows)
+        states = None if self.states is None else self.states.only(rows)
+        return PassPlan(tokens, positions, parts, outputs, counts, max(part.end for part in parts), features, states)
 
 
 def _rows(state: Tensor, rows: Sequence[int]) -> Tensor:

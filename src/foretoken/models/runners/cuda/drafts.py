@@ -263,18 +263,18 @@ def fill_drafts(
     bucket: DraftBucket,
     pages: Sequence[Sequence[Places]],
     tile: int,
-    pinned: bool,
     links: Sequence[NDArray[np.int64]],
     changes: DraftChanges,
-) -> Tensor:
-    """Returns all tables one after another, int64; see ``layout.fill`` for the arguments.
+    whole: Tensor,
+) -> None:
+    """Writes all tables one after another; see ``layout.fill`` for the arguments.
 
     Args:
         plans: the passes, then the new rows of deeper layers. ``pages`` are in the same order.
         links: results of ``link`` for the deeper layers.
         changes: those of the requests.
+        whole: zeros, int64 [bucket.size].
     """
-    whole = torch.zeros(bucket.size, dtype=torch.int64, pin_memory=pinned)
     tables, first = bucket.split(whole), len(bucket.passes) - 1
     buckets = (*bucket.passes, *bucket.deeper)
     for table, part, rows, held in zip((*tables.passes, *tables.deeper), buckets, plans, pages, strict=True):
@@ -295,7 +295,6 @@ def fill_drafts(
     if bucket.fed is not None and read is not None:
         addresses = np.array(read.addresses(), np.int64)
         tables.states.numpy()[: len(read)] = addresses.reshape(len(read), -1)
-    return whole
 
 
 def link(above: PassPlan, layer: DeeperLayer, replaced: Sequence[Tensor]) -> tuple[PassPlan, NDArray[np.int64]]:

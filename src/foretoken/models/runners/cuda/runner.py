@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from functools import partial
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -64,6 +65,16 @@ from foretoken.models.state.recurrent import StateShape
 
 # Results of a pass: logits, or the likeliest tokens; all taps in one tensor; nodes that the host has not read.
 LOGITS, LIKELIEST, TAPS, DRAFTED = range(4)
+
+
+class KindDrafts(NamedTuple):
+    """Drafts of one kind that a graph computes."""
+
+    bucket: DraftBucket
+    fill: Callable[[Tensor], None]  # writes their tables
+    fed: Tensor | None  # features of the first pass
+    compute: Callable[[Inputs], States]
+    held: object  # tensors besides the inputs
 
 
 class CudaRunner(TorchRunner):
@@ -227,17 +238,18 @@ class CudaRunner(TorchRunner):
         beside = max((shape for shape in shapes if shape and shape[0] == ranked), default=(ranked, 0))
         for number, shape in enumerate(shapes):
             kinds.setdefault(shape or beside, []).append(number)
-        drafted: dict[int, UnreadChain] = {}
-        replaced = self._replaced(deeper, len(requests))
+        replaced, drafts = self._replaced(deeper, len(requests)), list[KindDrafts]()
         for numbers in kinds.values():
             whole = len(kinds) == 1
             asked = [requests[number] for number in numbers]
             part = plan if whole else plan.only(numbers)
             below = [layer.only(numbers) for layer in deeper]
-            memory = [[states[number] for number in numbers] for states in replaced]
-            drafts = self._draft(part, asked, vocabulary, state, foreseen, injected, below, memory)
+            carried = [[states[number] for number in numbers] for states in replaced]
+            drafts.append(self._prepared(part, asked, vocabulary, state, foreseen, injected, below, carried))
             injected = None
-            drafted.update(zip(numbers, drafts, strict=True))
+        drafted: dict[int, UnreadChain] = {}
+        for numbers, memory in zip(kinds.values(), self._draft(drafts), strict=True):
+            drafted |= {each: UnreadChain(memory, at, requests[each]) for at, each in enumerate(numbers)}
         for layer, states in zip(deeper, replaced, strict=True):
             layer.carried[:] = states
         return UnreadChains([drafted[number] for number in range(len(requests))])
@@ -247,7 +259,7 @@ class CudaRunner(TorchRunner):
         shape = len(deeper), sequences, self._architecture.hidden
         return [rows.split(1) for rows in torch.empty(shape, dtype=self._dtype, device=self._device)]
 
-    def _draft(
+    def _prepared(
         self,
         plan: PassPlan,
         requests: Sequence[ChainRequest],
@@ -257,8 +269,8 @@ class CudaRunner(TorchRunner):
         injected: Injected | None,
         deeper: Sequence[DeeperLayer],
         replaced: Sequence[Sequence[Tensor]],
-    ) -> list[UnreadChain]:
-        """Drafts chains, and trees of one width; see ``chains`` and ``_replaced``."""
+    ) -> KindDrafts:
+        """Prepares chains, and trees of one kind and width; see ``chains`` and ``_replaced``."""
         width = level_width(requests, vocabulary.size)
         further = [0 if foreseen else rows_behind(request, width) for request in requests]
         before, injector = ([], None) if injected is None else ([injected.plan], injected.runner)
@@ -278,9 +290,8 @@ class CudaRunner(TorchRunner):
         bucket = DraftBucket.of(plans, requests, vocabulary, state, foreseen, len(deeper), changes.sizes)
         for runner in filter(None, (injector, *runners)):
             runner._reserve_positions(bucket.first.longest)
-        tables = fill_drafts(plans, requests, bucket, pages, self._tile, self._device.type == "cuda", links, changes)
-        fed = self._fed(plans[0]) if bucket.fed is None else None
-        inputs, ids = Inputs(tables, fed, rows=bucket.passes[0].rows), self._token_ids(vocabulary)
+        filled = partial(fill_drafts, plans, requests, bucket, pages, self._tile, links, changes)
+        fed, ids = self._fed(plans[0]) if bucket.fed is None else None, self._token_ids(vocabulary)
 
         def compute(inputs: Inputs) -> States:
             layers = [LayerPasses(each._level_of(bucket), each._paged, each._biases) for each in runners]
@@ -291,10 +302,35 @@ class CudaRunner(TorchRunner):
             return grown
 
         held = ids, vocabulary.ids, vocabulary.after, injector and injector._tables, [each._tables for each in runners]
-        computed = self._run(bucket, inputs, compute, held)
-        memory = DraftMemory(computed[NODES], computed.get(ROWS))
-        self._last.append(weakref.ref(memory))
-        return [UnreadChain(memory, number, request) for number, request in enumerate(requests)]
+        return KindDrafts(bucket, filled, fed, compute, held)
+
+    def _draft(self, kinds: Sequence[KindDrafts]) -> list[DraftMemory]:
+        """Computes the drafts of all kinds by one graph."""
+        sizes, fed = [kind.bucket.size for kind in kinds], [kind.fed for kind in kinds if kind.fed is not None]
+        table = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        for kind, part in zip(kinds, table.split(sizes), strict=True):
+            kind.fill(part)
+        rows = [kind.bucket.passes[0].rows if kind.fed is not None else 0 for kind in kinds]
+        if len(fed) > 1:
+            fed = [
+                F.pad(each, (0, 0, 0, count - len(each))) for each, count in zip(fed, filter(None, rows), strict=True)
+            ]
+
+        def compute(inputs: Inputs) -> States:
+            computed, features = States(), inputs.features
+            parts = [None] * len(rows) if features is None else features.split(rows)
+            for number, (kind, part, states) in enumerate(zip(kinds, inputs.table.split(sizes), parts, strict=True)):
+                results = kind.compute(Inputs(part, states if rows[number] else None))
+                computed |= {number + len(rows) * key: result for key, result in results.items()}
+            return computed
+
+        inputs = Inputs(table, torch.cat(fed) if len(fed) > 1 else fed[0] if fed else None, rows=sum(rows))
+        bucket = tuple(kind.bucket for kind in kinds)
+        computed = self._run(bucket, inputs, compute, [kind.held for kind in kinds])
+        found = [(computed[at + len(kinds) * NODES], computed.get(at + len(kinds) * ROWS)) for at in range(len(kinds))]
+        memories = [DraftMemory(nodes, distributions) for nodes, distributions in found]
+        self._last += map(weakref.ref, memories)
+        return memories
 
     def _reserved(self, parts: Sequence[Part], further: Sequence[int] = ()) -> list[Places]:
         """Returns the pages of each part's sequence, with those of the rows ``further`` behind it."""
