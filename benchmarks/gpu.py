@@ -14,16 +14,21 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import torch
 import typer
+from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
 from foretoken import LLM, CompletionOutput, SamplingParams
 from foretoken.bench.output import figures, report, wide_console
 from foretoken.core.devices import wait_for
 from foretoken.core.errors import ForetokenError
+from foretoken.train.block_heads import DSparkHead
+from foretoken.train.config import DSparkTrainConfig
+from foretoken.train.frozen_target import FrozenTarget
 from options import Config, Draft, Output, Prompts, Small, Target, label, some_prompts, target_path, with_models
 
 PLAIN: Config = {"method": "none"}
@@ -32,9 +37,11 @@ DRAFTED: list[Config] = [
     {"method": "draft_model", "model": "draft", "num_speculative_tokens": 24, "tree": "top_k"},
     {"method": "eagle3"},
     {"method": "mtp"},
+    {"method": "dspark", "model": "untrained"},
     {"method": "ngram"},
 ]
 HEADS = ("eagle3", "mtp")
+UNTRAINED = "untrained"  # stands for a head with random weights: none is bundled
 QUANTIZED = ("int8", "int4")
 CALLS = {  # names of the profiler, by their beginnings
     "launches": ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel"),
@@ -98,6 +105,19 @@ def calls_of(llm: LLM, work: Work, temperature: float, batch: int) -> dict[str, 
     }
 
 
+def untrained_head(target: Path, folder: Path) -> Path:
+    """Writes a gated DSpark head with random weights: its time is that of a trained one, its acceptance is not."""
+    frozen = FrozenTarget(target, torch.device("cpu"))
+    head = DSparkHead(DSparkTrainConfig(gated=True), frozen, torch.ones(frozen.vocab))
+    (folder / "config.json").write_text(json.dumps(head.describe(frozen)))
+    save_file(head.tensors(frozen), folder / "model.safetensors")
+    return folder
+
+
+def named(config: Config) -> str:
+    return f"{label(config)}, {UNTRAINED}" if config.get("model") == UNTRAINED else label(config)
+
+
 class Measured:
     """Measurements of one model after another, and the plain texts that all are compared with."""
 
@@ -109,27 +129,31 @@ class Measured:
 
     def run(self, config: Config, numbers: str, places: Sequence[tuple[float, int]]) -> None:
         """Loads a configuration and measures it at each temperature and batch. Reasons for none are recorded."""
-        work, name = self._work, f"{label(config)}, {numbers}"
+        work, name = self._work, f"{named(config)}, {numbers}"
         if time.monotonic() > work.end:
             self.missing[name] = "no time was left"
             return
-        quantization = None if numbers == "bf16" else numbers
-        try:
-            llm = LLM(
-                work.target,
-                dtype="bfloat16",
-                quantization=quantization,
-                speculative_config=with_models(config, work.draft, HEADS),
-                max_num_seqs=max(batch for _, batch in places),
-            )
-        except ForetokenError as error:
-            self.missing[name] = str(error)
-            return
+        quantization, config = None if numbers == "bf16" else numbers, with_models(config, work.draft, HEADS)
+        method = named(config)
+        with TemporaryDirectory() as folder:
+            if config.get("model") == UNTRAINED:
+                config["model"] = str(untrained_head(work.target, Path(folder)))
+            try:
+                llm = LLM(
+                    work.target,
+                    dtype="bfloat16",
+                    quantization=quantization,
+                    speculative_config=config,
+                    max_num_seqs=max(batch for _, batch in places),
+                )
+            except ForetokenError as error:
+                self.missing[name] = str(error)
+                return
         for temperature, batch in places:
             if time.monotonic() > work.end:
                 self.missing[f"{name}, temperature {temperature:g}, batch {batch}"] = "no time was left"
             else:
-                self.figures.append(self._figure(llm, label(config), numbers, temperature, batch))
+                self.figures.append(self._figure(llm, method, numbers, temperature, batch))
         del llm
         gc.collect()
         with suppress(RuntimeError):
@@ -200,7 +224,7 @@ def main(
     parts += [(PLAIN, numbers, single[:1]) for numbers in QUANTIZED]
     with wide_console().status("") as status:
         for config, numbers, places in parts:
-            status.update(f"{label(config)}, {numbers}")
+            status.update(f"{named(config)}, {numbers}")
             measured.run(config, numbers, places)
         race = list(raced(work, peers))
     heads = "method", "numbers", "temperature", "batch", "tokens/s", "ms a step", "tokens a step", "equal", *CALLS
