@@ -41,7 +41,7 @@ from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.recycling import Recycling
 from foretoken.propose.suffix import Lookup
-from foretoken.propose.union import Union, UnionMember
+from foretoken.propose.union import Auto, UnionMember
 
 from .counted import CPU, CountedDevice, Counts
 from .heads.test_drafts_at_once import GATED, HEADS
@@ -336,22 +336,31 @@ def test_scores_end_chains_on_the_device(
     assert sum(each.counts.drafted for each in once) < 5 * sum(each.counts.steps for each in once)
 
 
-def copied_or_drafted(device: CountedDevice, path: Path) -> Proposer:
-    sources = [UnionMember("suffix", Lookup()), UnionMember("draft_model", DraftModel(device.model(path)))]
-    return Union(sources, DraftPolicy(), "mixture")
-
-
-@pytest.mark.parametrize("text, reads", [("greedy", 2), ("sampled", 4)])
-def test_a_union_looks_at_drafts(text: str, reads: int, path: Path, device: CountedDevice) -> None:
-    """The host verifies chains that it has looked at."""
-    model = device.model(path)
-    engine = Engine(model, copied_or_drafted(device, path), Fixed(3))
-    for number in range(2):
-        add(engine, number, text, 8)
-        engine.waiting[-1].context.depth = 3
-    steps = counted(device, engine)
-    assert all(s.launches <= 3 + s.captures and s.reads <= reads and not s.waits for s in steps), steps
-    assert all(engine.take(number).counts.drafted for number in range(2))
+@pytest.mark.parametrize("depth", [3, None])
+@pytest.mark.parametrize("text", ["greedy", "sampled", "unscaled", "coupled", "greedy, unscaled"])
+def test_a_union_looks_at_candidates_that_join_copied_text(
+    text: str, depth: int | None, path: Path, device: CountedDevice
+) -> None:
+    """Sampled chains, and candidates without such text, are passed on unread."""
+    model, texts, policy = device.model(path), text.split(", "), DraftPolicy()
+    drafter = UnionMember("draft_model", DraftModel(device.model(path)))
+    union = Auto([UnionMember("suffix", Lookup()), drafter], policy, "auto")
+    policy.bound(4, constant=True)
+    policy.costs.calibrate(dict.fromkeys(range(1, 41), 0.001), dict.fromkeys(range(1, 5), 1e-6))
+    reads = 1 if text in ("sampled", "unscaled") else 2
+    for batch in (1, 8):
+        engine, plain = Engine(model, union, policy), Engine(model, Proposer(), Fixed(3))
+        for number in range(batch):
+            for each in (engine, plain):
+                add(each, number, texts[number % len(texts)], 12)
+            engine.waiting[-1].context.depth = depth
+        steps = counted(device, engine)
+        assert all(s.launches <= 3 + s.captures and s.reads <= reads and not s.waits for s in steps), steps
+        results, _ = [engine.take(number) for number in range(batch)], counted(device, plain)
+        drafted = [each.counts.drafted for each in results]
+        assert all(drafted) if depth else any(drafted), drafted
+        if text in ("greedy", "coupled"):
+            assert all(each.context.tokens == plain.take(n).context.tokens for n, each in enumerate(results))
 
 
 @pytest.mark.parametrize("text", ["greedy", "sampled"])

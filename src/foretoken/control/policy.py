@@ -293,7 +293,13 @@ class DraftPolicy(Controller):
         state.pending = any(record.open for record in records)
 
     def drafted(
-        self, context: Context, source: str | None, requested: int, draft: Draft, verified: int | None = None
+        self,
+        context: Context,
+        source: str | None,
+        requested: int,
+        draft: Draft,
+        verified: int | None = None,
+        start: int | None = None,
     ) -> None:
         """Receives a model's draft. It is learned from when the next lengths are decided, not in each step: code that
         runs once in a step is mostly not in the processor's caches.
@@ -304,12 +310,14 @@ class DraftPolicy(Controller):
             requested: Number of tokens that the model was to draft.
             draft: The draft.
             verified: Number of its nodes that are verified, None for all.
+            start: Number of tokens before it, None for all of the request's.
         """
         verified = len(draft) if verified is None else verified
         if not isinstance(draft.law, PointMass):  # the memory of its distributions is for the next step
             source = None if draft.scores is None else source
             draft = Draft(draft.ids, draft.parents, scores=draft.scores)
-        made = ModelDraft(source, requested, verified, self.step, draft, len(context.tokens))
+        start = len(context.tokens) if start is None else start
+        made = ModelDraft(source, requested, verified, self.step, draft, start)
         self._requests[context.id].made.append(made)
 
     def _learn(self, context: Context) -> None:

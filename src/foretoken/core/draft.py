@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -187,9 +187,18 @@ class Draft:
         """Maximum depth of a tree's nodes; 0 for a chain."""
         return 0 if self.is_chain else max(self.depths)
 
+    @property
+    def drawn(self) -> bool:
+        """Whether the nodes were sampled, and the draft has their distributions."""
+        return not isinstance(self.law, PointMass)
+
     def read(self) -> Draft:
         """Returns this draft in the host's memory."""
         return self
+
+    def decided(self, levels: int, decide: Callable[[Draft], Decision]) -> Draft:
+        """Returns the draft with the numbers behind it, and ``levels`` passes if it does not say how many."""
+        return replace(self, levels=levels if self.levels is None else self.levels, decision=decide(self))
 
     def peek(self) -> tuple[Sequence[int], Sequence[int]]:
         """Returns tokens and parents of up to ``limit`` nodes, also of a draft that stays on a device."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretoken.core.devices import fetched
 from foretoken.core.draft import (
+    Decision,
     Draft,
     LawElsewhere,
     SampledElsewhere,
@@ -216,6 +217,10 @@ class UnreadDraft(Draft):
         draft: Draft = self.__dict__["_draft"]
         return draft
 
+    def decided(self, levels: int, decide: Callable[[Draft], Decision]) -> Draft:
+        # All levels were computed, wherever the draft ends.
+        return UnreadDraft(self.source, lambda chain: replace(self._finish(chain), levels=None).decided(levels, decide))
+
     def peek(self) -> tuple[Sequence[int], Sequence[int]]:
         return self.source.peek() if self.unread else super().peek()
 
@@ -227,6 +232,7 @@ class UnreadDraft(Draft):
     scores = property(lambda self: self.read().scores)
     levels = property(lambda self: self.read().levels)
     decision = property(lambda self: self.read().decision)
+    drawn = property(lambda self: self.source.law is not None)
 
     @property
     def unread(self) -> bool:

@@ -8,15 +8,16 @@ Two methods are unions: "auto", the default, of the sources that need no model, 
 any; and "mixture", of any sources.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from foretoken.control.policy import DraftPolicy
 from foretoken.core.artifacts import heads_method
 from foretoken.core.checks import integer
 from foretoken.core.context import Context
-from foretoken.core.draft import Decision, Draft, PointMass, log_scores
+from foretoken.core.draft import Decision, Draft, log_scores
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Scores
 from foretoken.models.formats.checkpoint import load_config, resolve
@@ -139,6 +140,7 @@ class Union(Proposer):
         self.learns = any(source.proposer.learns for source in sources)
         self.needs = Needs.union(source.proposer.needs for source in sources)
         base = Proposer.observe
+        self._verified: dict[int, Callable[[], None]] = {}  # by request: learns from its draft when it was verified
         self._observers = [source for source in sources if getattr(type(source.proposer), "observe", None) is not base]
 
     @staticmethod
@@ -221,30 +223,38 @@ class Union(Proposer):
     def _joined(self, request: Merge, length: int, draft: Draft, batch: int) -> Draft:
         """Returns the draft of one request, for which the model was to draft ``length`` tokens."""
         context, union = request.context, request.union
-        levels = (length if draft.levels is None else draft.levels) if length else 0
-        ready = bool(len(draft) or draft.levels)  # otherwise the model had to process more of the text first
+        ready = bool(draft.limit or draft.levels)  # otherwise the model had to process more of the text first
         if length and not ready and not union.tokens:
             return draft
         if length and ready and self.model:
-            drawn, name, free = not isinstance(draft.law, PointMass), self.model.name, context.depth is None
-            if drawn or not (union.tokens or (free and context.end is None)):  # a chain with an end is profitable
-                if free:
-                    self.policy.drafted(context, name, length, draft)
-                expected = self.policy.value(context) if free else 0.0
-                decision = self.policy.decision((name,) * len(draft), len(draft), expected, batch)
-                return Draft(draft.ids, draft.parents, draft.law, draft.scores, levels, decision)
+            name, free = self.model.name, context.depth is None
+            # A chain with an end is profitable. To look at a draft on a device takes more time than its rows.
+            selected = free and context.end is None and not draft.unread
+            if draft.drawn or not (union.tokens or selected):
+                return self._passed_on(context, name, length, draft, batch)
             nodes = union.add(draft, self.policy.claim_record(context, name).add(draft, len(context.tokens)), name)
             self._keep(request, batch)
             if free:
                 self.policy.drafted(context, None, length, draft, len({*nodes} & {*request.kept}))
         elif context.depth is not None:
             self._keep(request, batch)
+        levels = (length if draft.levels is None else draft.levels) if length else 0
         sources = tuple([union.owners[node] for node in request.kept])
         expected = sum([request.weights[node] for node in request.kept])
         decision = self.policy.decision(sources, len(union.tokens), expected, batch)
         if not request.kept:
             return Draft((), (), levels=levels, decision=decision)
         return union.draft(request.kept, request.weights, levels, decision)
+
+    def _passed_on(self, context: Context, name: str, length: int, draft: Draft, batch: int) -> Draft:
+        """Returns a model's draft as it is. The policy learns from it when it was verified, and the host knows it."""
+        free = context.depth is None
+        expected = self.policy.value(context) if free else 0.0
+        if free:
+            start = len(context.tokens)
+            self._verified[context.id] = partial(self.policy.drafted, context, name, length, draft, start=start)
+        policy = self.policy
+        return draft.decided(length, lambda d: policy.decision((name,) * len(d), len(d), expected, batch))
 
     def reusable_prefix_len(self, context: Context) -> int:
         return min(source.proposer.reusable_prefix_len(context) for source in self.sources)
@@ -257,6 +267,8 @@ class Union(Proposer):
         for source in self._observers:
             source.proposer.observe(contexts, observations)
         for context in contexts:
+            if (learn := self._verified.pop(context.id, None)) is not None:
+                learn()
             self.policy.settle(context)
 
     def needs_of(self, context: Context) -> Needs:
@@ -280,6 +292,7 @@ class Union(Proposer):
     def forget(self, context: Context) -> None:
         for source in self.sources:
             source.proposer.forget(context)
+        self._verified.pop(context.id, None)
         self.policy.forget(context)  # it may not be the engine's controller
 
 
