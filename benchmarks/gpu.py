@@ -37,7 +37,7 @@ DRAFTED: list[Config] = [
     {"method": "draft_model", "model": "draft", "num_speculative_tokens": 24, "tree": "top_k"},
     {"method": "eagle3"},
     {"method": "mtp"},
-    {"method": "dspark", "model": "untrained"},
+    {"method": "dspark", "model": "untrained", "num_speculative_tokens": 7},
     {"method": "ngram"},
 ]
 HEADS = ("eagle3", "mtp")
