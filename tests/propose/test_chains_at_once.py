@@ -102,6 +102,7 @@ CASES: dict[str, tuple[DraftModelConfig, list[Request], int, bool]] = {
     "a smaller target vocabulary": (DraftModelConfig(), PLAIN, VOCAB - 10, True),
     "a larger target vocabulary": (DraftModelConfig(), PLAIN, VOCAB + 10, False),
     "a larger target vocabulary, greedy": (DraftModelConfig(), PLAIN[:2], VOCAB + 10, True),
+    "filtered trees of a larger target vocabulary": (DraftModelConfig("top_k", 3), PLAIN[::2], VOCAB + 10, True),
     "a rule that looks at every token": (DraftModelConfig(draft_stop="margin"), PLAIN, VOCAB, False),
 }
 
