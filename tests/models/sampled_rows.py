@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foretoken import verify
 from foretoken.core.context import Context, Exactness
-from foretoken.core.draft import Draft, Elsewhere, TopPlusSampled, WithoutReplacement
+from foretoken.core.draft import Draft, Elsewhere, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.errors import NoTokenAllowed
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
@@ -17,7 +17,7 @@ from foretoken.core.streams import PrivateStream, Purpose, Streams
 from foretoken.engine.sequence import ComputedTokens
 from foretoken.engine.step_rows import ON_DEVICES, SequenceRow
 from foretoken.models.base import Scores
-from foretoken.models.chains import ChainRequest, Draws, ModelChain, TreeShape
+from foretoken.models.chains import TREE_KINDS, ChainRequest, Draws, ModelChain, TreeShape
 from foretoken.models.device_drafts import DraftMemory, UnreadChain, UnreadDraft
 from foretoken.models.device_logits import DeviceRows
 from foretoken.models.runners.cuda.choice import DeviceChooser
@@ -181,10 +181,12 @@ def depths_of(nodes: Tensor) -> Tensor:
     return torch.tensor(depths)
 
 
-def verdict_on(draft: Draft, probs: Tensor, stream: PrivateStream) -> tuple[tuple[int, ...], int]:
+def verdict_on(
+    draft: Draft, probs: Tensor, stream: PrivateStream, rejection: str = "block"
+) -> tuple[tuple[int, ...], int]:
     """Returns the path and the token behind it, -1 where none is possible."""
     try:
-        verdict = verify.choose(draft.law)(draft, probs, stream)
+        verdict = verify.choose(draft.law, rejection=rejection)(draft, probs, stream)
     except NoTokenAllowed:
         return (), -1
     return verdict.path, verdict.token
@@ -195,7 +197,7 @@ def compare_drafts(
 ) -> int:
     """Compares verdicts on sampled trees, or on chains, with the CPU's. Returns the number of accepted tokens.
 
-    kind: one of ``TREE_KINDS``; empty for chains.
+    kind: one of ``TREE_KINDS``; empty for chains, and "token" for chains verified token by token.
     """
     kernels, laws = native.kernels(), [law for law in LAWS.values() if not (law.greedy or law.adjusts)]
     assert kernels is not None
@@ -207,7 +209,7 @@ def compare_drafts(
             size, streams, position = (seed + 3 * number) % 6 + 1, Streams(seed * 11 + number), seed % 5
             target = logits(size + 1, vocabulary, seed + number)
             parents = list[int]()
-            if kind:
+            if kind in TREE_KINDS:
                 size *= 2
                 target = logits(size + 1, vocabulary, seed + number)
                 tokens, parents, q = sampled_tree(size, target, law, seed + number, kind)
@@ -217,7 +219,9 @@ def compare_drafts(
             draft = unread(tokens, q, seed % 4 == 3, device, parents, kind)
             private = streams.private(Purpose.VERIFY, position)
             assert isinstance(private, PrivateStream)
-            if kind:
+            if kind == "token":
+                expected.append(verdict_on(Draft.chain(tokens, Sampled(q)), law.probs(target, ()), private, kind))
+            elif kind:
                 fixed = Draft(
                     tuple(tokens), tuple(parents), {"sampled": WithoutReplacement}.get(kind, TopPlusSampled)(q)
                 )
@@ -227,7 +231,9 @@ def compare_drafts(
                 expected.append((tuple(range(count)), token))
             context = Context(number, [1] * (2 + position), 2, law, streams)
             requests.append(SequenceRow(context, None, vocabulary))
-            requests[-1].on_device = set(ON_DEVICES)
+            requests[-1].on_device = {law for law, _ in ON_DEVICES}
+            assert requests[-1].row is not None
+            requests[-1].row.tokenwise = kind == "token"
             rows = torch.cat((target, target[:1])) if draft.limit > size else target
             sizes.append(draft.limit + 1), targets.append(rows), drafts.append(draft)
         drafted = torch.zeros(sum(sizes), 4, dtype=torch.int64)

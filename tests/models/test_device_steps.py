@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,12 @@ from torch import Tensor
 
 from foretoken.control.fixed import Fixed
 from foretoken.control.policy import DraftPolicy
-from foretoken.core import devices
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.history import History
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.engine.clock import StepClock
 from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import OutputOptions
 from foretoken.engine.sequence import Sequence as Running
@@ -42,6 +41,7 @@ from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.recycling import Recycling
 from foretoken.propose.suffix import Lookup
 from foretoken.propose.union import Auto, UnionMember
+from foretoken.verify import Rule, choose
 
 from .counted import CPU, CountedDevice, Counts
 from .heads.test_drafts_at_once import GATED, HEADS
@@ -143,10 +143,16 @@ def counted(device: CountedDevice, engine: Engine) -> list[Counts]:
 
 
 def finished(
-    device: CountedDevice, model: Decoder, text: str, proposer: Proposer, logprobs: int | None, length: int = 24
+    device: CountedDevice,
+    model: Decoder,
+    text: str,
+    proposer: Proposer,
+    logprobs: int | None,
+    length: int = 24,
+    rule: Rule = choose,
 ) -> tuple[list[Running], list[Counts]]:
     """Returns two finished sequences and the counts of their steps."""
-    engine = Engine(model, proposer, Fixed(5))
+    engine = Engine(model, proposer, Fixed(5), rule=rule)
     for number in range(2):
         add(engine, number, text, length, logprobs)
     steps = counted(device, engine)
@@ -363,6 +369,21 @@ def test_a_union_looks_at_candidates_that_join_copied_text(
             assert all(each.context.tokens == plain.take(n).context.tokens for n, each in enumerate(results))
 
 
+@pytest.mark.parametrize("text", ["filtered", "unscaled", "sampled, penalties"])
+def test_chains_that_are_verified_token_by_token_stay_on_the_device(
+    text: str, path: Path, device: CountedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, proposer = device.model(path), DraftModel(device.model(path), DraftModelConfig(draft_temperature=2.0))
+    rule = partial(choose, rejection="token")
+    result, steps = finished(device, model, text, proposer, 2, 20, rule)
+    monkeypatch.setattr(runner, "DeviceRows", Fetched)
+    expected, _ = finished(device, model, text, proposer, 2, 20, rule)
+    for one, other in zip(result, expected, strict=True):
+        assert (one.context.tokens, one.recorded) == (other.context.tokens, other.recorded)
+        assert one.counts.drafted > one.counts.accepted == other.counts.accepted > 0
+    assert max(s.reads for s in steps) == 1
+
+
 @pytest.mark.parametrize("text", ["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_batch_of_eight_beside_a_chunk_of_a_prompt(
@@ -461,7 +482,7 @@ class OnMeta:
 
 
 @pytest.mark.parametrize(
-    "unread, sampled, ranks, one_sampled, columns",
+    "unread, sampled, ranks, tokenwise, columns",
     [
         (False, False, 0, False, 11),
         (True, False, 0, False, 14),
@@ -471,7 +492,7 @@ class OnMeta:
     ],
 )
 def test_captured_choices_never_need_the_host(
-    unread: bool, sampled: bool, ranks: int, one_sampled: bool, columns: int, monkeypatch: pytest.MonkeyPatch
+    unread: bool, sampled: bool, ranks: int, tokenwise: bool, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "sampling_kernels", lambda: OnMeta)
     bucket = choice.ChoiceBucket(
@@ -485,43 +506,10 @@ def test_captured_choices_never_need_the_host(
         unread=unread,
         sampled=sampled,
         ranks=ranks,
-        one_sampled=one_sampled,
+        tokenwise=tokenwise,
     )
     table = torch.zeros(sum(map(math.prod, bucket.shapes)), dtype=torch.int64, device=META)
     with NothingListed(), NothingMixed():
         results = choice._compute(Inputs(table), bucket)[choice.RESULTS]
         tokens = best(torch.empty(64, 101, device=META), 3)
     assert results.shape == (128, columns) and tokens.shape == (64, 4)
-
-
-class Event:
-    """An event of a device whose clock stands at ``now``."""
-
-    now, reached = 0.0, 1e9
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self, stream: object) -> None:
-        self.at = Event.now
-
-    def query(self) -> bool:
-        return self.at <= Event.reached
-
-    def elapsed_time(self, later: Event) -> float:
-        assert self.query() and later.query(), "an event that was not reached has no time"
-        return (later.at - self.at) * 1e3
-
-
-def test_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    host = iter([0.0, 1.0, 2.0, 3.0, 3.5])
-    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(host))
-    clock = StepClock(torch.device("cuda"))
-    for now in (0.0, 4.0, 9.0, 10.0):
-        Event.now = now
-        clock.start() if now == 0.0 else clock.lap()
-    Event.now, Event.reached = 20.0, 15.0  # the device is late with the last part
-    times = clock.timings(1, 0)
-    assert (times.propose, times.score, times.verify, times.commit) == (4.0, 5.0, 1.0, 0.5)

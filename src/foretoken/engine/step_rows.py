@@ -33,12 +33,13 @@ from foretoken.models.device_drafts import UnreadDraft
 from foretoken.models.device_logits import DeviceRows, TokenChooser
 from foretoken.verify import DRAWING, VERIFIERS, Rule
 
-# Verifiers that devices have, by the law of the draft.
-ON_DEVICES: dict[type[LawElsewhere], str] = {
-    SampledElsewhere: "block",
-    WithoutReplacementElsewhere: "traversal",
-    TopPlusSampledElsewhere: "greedy-multi",
-}
+# Laws of drafts, and verifiers that devices have for them.
+ON_DEVICES: tuple[tuple[type[LawElsewhere], str], ...] = (
+    (SampledElsewhere, "block"),
+    (SampledElsewhere, "token"),
+    (WithoutReplacementElsewhere, "traversal"),
+    (TopPlusSampledElsewhere, "greedy-multi"),
+)
 
 
 class SequenceRow:
@@ -78,10 +79,13 @@ class SequenceRow:
         if isinstance(scores.rows, Tensor) and not native.for_rows(scores.rows):
             return None
         result = cls(context, sequence.options.logprobs, scores.vocab)
-        for law, name in () if sequence.options.explain else ON_DEVICES.items():
+        if result.row is None:
+            return None
+        for law, name in () if sequence.options.explain else ON_DEVICES:
             if rule(law(lambda: no_logits(1)), context.exactness) is VERIFIERS[name]:
                 result.on_device.add(law)
-        return None if result.row is None else result
+                result.row.tokenwise |= name == "token"
+        return result
 
     def update(self, draft: Draft, scores: Scores) -> TokenRow | None:
         """Returns the request for a draft; None if its verifier has to choose the tokens.

@@ -85,6 +85,7 @@ class TokenRow(Structure):
     node: int = 0  # address of its first node there
     # masks [n] of possible tokens of the row and of the draft's nodes, in place of those of ``changes``, for a device
     masks: Sequence[NDArray[np.bool_]] = ()
+    tokenwise: bool = False  # whether a device verifies a sampled chain token by token
 
     @staticmethod
     def of(logits: Tensor, source: TokenSource, changes: Adjustment | None = None) -> "TokenRow":

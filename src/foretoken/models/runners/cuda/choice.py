@@ -55,12 +55,12 @@ class ChoiceBucket:
     sampled: bool  # whether any of these is a sampled chain
     ranks: int = 0  # the largest number of siblings sampled without replacement; 0 for none
     deepest: int = 0  # the largest depth of a node that has such children
-    one_sampled: bool = False  # whether there are trees of which the last sibling alone is sampled
+    tokenwise: bool = False  # whether there are other drafts of which sampled tokens are verified one by one
 
     @property
     def measured(self) -> bool:
         """Whether rows have measures."""
-        return self.sampled or self.one_sampled or self.ranks > 0
+        return self.sampled or self.tokenwise or self.ranks > 0
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -108,7 +108,7 @@ class DeviceChooser:
             sampled=any(walk.law is SampledElsewhere for walk in walks),
             ranks=max([0, *(walk.ranks for walk in walks)]),
             deepest=max(walk.deepest for walk in walks),
-            one_sampled=any(walk.ranks == ONE_SAMPLED for walk in walks),
+            tokenwise=any(walk.ranks < 0 for walk in walks),
         )
         table = self._filled(bucket, walks)
         if sizes is not None:
@@ -228,11 +228,14 @@ def _compute(inputs: Inputs, bucket: ChoiceBucket) -> States:
 
 @dataclass(frozen=True, slots=True)
 class SiblingRows:
-    """Rows of trees of which the last sibling alone is sampled, from the tokens that the others are not."""
+    """Rows of trees of which the last sibling alone is sampled, from the tokens that the others are not.
+
+    Chains that are verified token by token are among them, with distributions as they are.
+    """
 
     chains: ChainRows  # their rows above a sampled token, which are verified as chains of one token
     above: Tensor  # the row above each row of such a tree, -1 for other rows, [R]
-    last: Tensor  # the last one of the rows below each row, -1 for none, [R]
+    last: Tensor  # the last one of the rows below each row of a tree, -1 for none, [R]
     tokens: Tensor  # the token of each row, [R]
     chances: Tensor  # the draft's probability of it, float64, once the chunk of the row above is computed, [R]
 
@@ -273,16 +276,17 @@ def _sampled_drafts(
     above = (row - drafted[:, UP]).where((nodes != 0) & (scores > -torch.inf), -1)
     below = (row + 1).where(~scores.roll(-1).isnan(), -1)  # the last row of a chain has no distribution
     chains, siblings, trees, last = None, None, None, below
-    if bucket.one_sampled:
+    if bucket.tokenwise:
         index = above.where((ranks < 0) & (above >= 0), bucket.rows)
         last = F.pad(torch.full_like(row, -1), (0, 1)).scatter_reduce_(0, index, row, "amax")[:-1]
         below = below.where(ranks == 0, last)
-    if bucket.sampled or bucket.one_sampled:
+    if bucket.sampled or bucket.tokenwise:
         addresses, tokens = drawn_from.where((ranks <= 0) & (below >= 0), 0), drafted[:, TOKEN].contiguous()
         ratios = torch.zeros(bucket.rows, dtype=torch.float64, device=row.device)
         below, firsts = tokens.take(below.clamp(0, bucket.rows - 1)), firsts.where(ranks == 0, row)
         chains = ChainRows(addresses, below, firsts, ratios, torch.ones_like(ratios))
-        if bucket.one_sampled:
+        if bucket.tokenwise:
+            last = last.where(ranks == ONE_SAMPLED, -1)
             siblings = SiblingRows(chains, above.where(ranks < 0, -1), last, tokens, torch.zeros_like(ratios))
     if bucket.ranks:
         trees = _tree_rows(drafted, above.where(ranks > 0, -1), drawn_from, bucket)

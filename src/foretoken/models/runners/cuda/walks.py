@@ -14,7 +14,7 @@ from foretoken.core.streams import PrivateStream, Uniform, step_keys
 from foretoken.models.device_drafts import FIELDS, UnreadDraft
 from foretoken.models.runners.cuda.changes import Changes
 
-ONE_SAMPLED = -1  # for ``Walk.ranks``
+ONE_SAMPLED, TOKENWISE = -1, -2  # for ``Walk.ranks``
 NODE_VALUES = FIELDS + 1  # of a node that a pass has read: its fields and its depth, int64
 
 
@@ -30,7 +30,7 @@ class Walk:
         unread: the draft, if the host has not read it.
         law: the law of a sampled one; None for other drafts.
         ranks: the largest number of siblings sampled without replacement; ``ONE_SAMPLED`` for trees of which the last
-            sibling alone is sampled, 0 for other drafts.
+            sibling alone is sampled, ``TOKENWISE`` for chains verified token by token, 0 for other drafts.
         deepest: the largest depth of a node that has siblings sampled without replacement below it.
         drawn_from: address of the distribution of the sampled tokens below each row; 0 for none.
         count: number of rows.
@@ -50,6 +50,8 @@ class Walk:
             self.ranks, self.deepest = self.unread.source.siblings, self.unread.source.tree_depth - 1
         elif self.law is TopPlusSampledElsewhere:
             self.ranks = ONE_SAMPLED
+        elif self.law is not None and request.tokenwise:
+            self.ranks = TOKENWISE
         depths = [request.index]
         if request.below:
             nodes = self._nodes = DraftNodes.from_address(request.below)
@@ -102,8 +104,7 @@ class Walk:
             described: log-probabilities, see ``_compute``.
             listed: number of tokens that are listed; -1 without log-probabilities.
         """
-        rules = {0: self._block, ONE_SAMPLED: self._greedy_multi}
-        path, chances = rules.get(self.ranks, self._traversal)(results)
+        path, chances = (self._traversal if self.ranks > 0 else self._tokenwise if self.ranks else self._block)(results)
         chosen = results[:, 0]
         self._accept(path, int(chosen[path[-1] + 1 if path else 0]), chances[: len(self.tokens)].tolist())
         if self.request.top_count >= 0:
@@ -150,8 +151,11 @@ class Walk:
             else:
                 path.pop()
 
-    def _greedy_multi(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
-        """Returns the same of greedy multi-draft verification. results: see ``SiblingRows.measures``."""
+    def _tokenwise(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
+        """Returns the same of greedy multi-draft verification, and of ``verify/token.py``.
+
+        results: see ``SiblingRows.measures``.
+        """
         ratios, _, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
         path, stream, children = list[int](), self._stream, self._children
         while True:
@@ -159,7 +163,7 @@ class Walk:
             below, token = children[row], int(results[row, 0])
             if below and stream.bernoulli(ratios[row], below[-1]):
                 path.append(below[-1])
-            elif landed := [child for child in below if self.tokens[child] == token]:
+            elif self.ranks == ONE_SAMPLED and (landed := [child for child in below if self.tokens[child] == token]):
                 path += landed
             else:
                 return path, chances[1:]
