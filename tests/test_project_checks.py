@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import foretoken
-from check_prose import PENDING, ROOT, check, findings, passages_of_cpp, passages_of_page, passages_of_python
+from check_prose import check, findings, passages_of_cpp, passages_of_page, passages_of_python
 from check_size import over_budget, sizes
 
 
@@ -65,11 +65,6 @@ def test_files_are_found_and_named(tmp_path):
         (tmp_path / name).write_text("# told\n", encoding="utf-8")
     expected = [f"{name}:1: 'told'" for name in ("docs/b.md", "src/a.py")]
     assert [text.split(" in a ")[0] for text in check(tmp_path)] == expected
-    assert len(check(tmp_path, pending=("src",))) == 1
-
-
-def test_exceptions_name_files_that_exist():
-    assert all((ROOT / name).exists() for name in PENDING)
 
 
 def test_sizes_above_their_budgets_fail_with_the_numbers(tmp_path):

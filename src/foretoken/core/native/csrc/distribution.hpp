@@ -77,7 +77,7 @@ Look look(const float* x, int64_t n, float inverse, bool sum, float* groups) {
     return {own.top, sum_of(all)};
 }
 
-// Sum of the exponentials of a chunk that are not under the floor. `lowest` becomes the smallest x among them.
+// Sum of the exponentials of a chunk that are at least the limit. `lowest` becomes the smallest x among them.
 double summed(const float* x, int64_t n, const Distribution& dist, float floor, float& lowest) {
     Floats sum = floats(0.0f), low = floats(INFINITY);
     for (int64_t i = 0; i < n; i += LANES) {

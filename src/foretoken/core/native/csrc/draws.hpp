@@ -46,7 +46,7 @@ struct Place {
     int64_t chunk = -1, token = -1;
     double point, before = 0.0;  // before: the weight of the tokens passed
 
-    // Finds the chunk at fraction `u` of the sums of chunks. Returns whether anything can be drawn.
+    // Finds the chunk at fraction `u` of the sums of chunks. Returns whether any token is possible.
     bool find(const double* sums, int64_t count, double u, double& total) {
         total = 0.0;
         for (int64_t c = 0; c < count; c++) total += sums[c];

@@ -1,4 +1,4 @@
-// The largest of some logits, by one rule in all kernels: of equal ones the first, 0 and -0 being equal, and none where an
+// The largest of some logits, by one rule in all kernels: of equal ones the first, 0 and -0 being equal, and none if an
 // element is NaN or the largest is not finite.
 #pragma once
 

@@ -1,7 +1,7 @@
 // The threads of the process, shared by all its engines and libraries of kernels. pool.hpp says how they share work.
 //
 // A thread that waits spins for a while and then sleeps until it is woken. Where the system gives the cores of the threads
-// to other programs, nobody spins for longer than it takes to fall asleep.
+// to other programs, no thread spins for longer than it takes to fall asleep.
 #include "pool.hpp"
 
 #include <chrono>
@@ -24,7 +24,7 @@ constexpr Nanoseconds MICROSECOND = 1000, MILLISECOND = 1000 * MICROSECOND;
 
 constexpr Nanoseconds BRIEF = 2 * MICROSECOND;          // every wait spins this long
 constexpr Nanoseconds WINDOW = 20 * MILLISECOND;        // of which a part may be lost to other programs
-constexpr Nanoseconds SHARED_FOR = 50 * MILLISECOND;    // nobody spins longer, where more was lost
+constexpr Nanoseconds SHARED_FOR = 50 * MILLISECOND;    // no thread spins longer, where more was lost
 
 constexpr int TEAMS = 8;                                // that run at once; further callers compute alone
 
@@ -152,7 +152,7 @@ bool serve(int thread, uint64_t* served) {
     return false;
 }
 
-// What a worker does as long as the process lives. Worker w is always thread w + 1 of a team, so that in each pass a thread
+// The loop of a worker, until the process ends. Worker w is always thread w + 1 of a team, so that in each pass a thread
 // reads the same weights.
 void work(int thread) {
     uint64_t served[TEAMS] = {};
@@ -181,7 +181,7 @@ void grow(int count) {
 #endif
 }
 
-// Returns a team that nobody uses, or null.
+// Returns a team that no caller uses, or null.
 PooledTeam* take_team() {
     for (PooledTeam& team : pool.teams)
         if (!team.taken.load() && !team.taken.exchange(true)) return &team;
@@ -251,7 +251,7 @@ void foretoken_pool_spin(int team, int idle) {
     pool.idle_spin.store(idle * MICROSECOND);
 }
 
-// Returns how many threads the pool has started.
+// Returns the number of threads that the pool has started.
 int foretoken_pool_workers() { return pool.workers.load(); }
 
 }  // extern "C"

@@ -2,8 +2,8 @@
 //
 // A team runs one function in several threads. The function is a sequence of loops, the same in each thread. The items of a
 // loop are claimed in chunks: each thread begins with a share of its own, in order, and then takes half of what another one
-// has left. A loop is over when its items are done, whoever did them, so nobody waits for a thread that has no item in its
-// hands; a thread that comes late goes on with the loop that is current. Which thread computes an item never matters to the
+// has left. A loop is over when its items are done by any threads, so none waits for a thread that computes no item; a
+// thread that comes late goes on with the loop that is current. Which thread computes an item never matters to the
 // result.
 #pragma once
 
@@ -24,7 +24,7 @@ struct Share {
 };
 
 // What is left of a thread's share: the number of the loop, then first and last item. A word of an earlier loop stands for a
-// share that nobody has touched.
+// share of which no item is claimed.
 struct alignas(64) Left {
     std::atomic<uint64_t> word{0};
 };
@@ -51,7 +51,7 @@ struct PoolFunctions {
     bool (*run)(int threads, Body body, void* context) noexcept;
     // Waits until `finished` is at least `items`. Returns false if another thread failed.
     bool (*wait)(Team& team, uint64_t items) noexcept;
-    // Wakes threads that wait for items.
+    // Resumes threads that wait for items.
     void (*wake)(Team& team) noexcept;
 };
 
@@ -87,7 +87,7 @@ class Loop {
         }
     }
 
-    // Counts the items that were claimed as done, and wakes those who wait for the last one.
+    // Counts the items that were claimed as done, and resumes the threads that wait for the last one.
     void flush() {
         if (!claimed || team.threads == 1) return;
         const uint64_t done = team.finished.fetch_add((uint64_t)claimed) + (uint64_t)claimed;
@@ -140,7 +140,7 @@ class Loop {
             if (!word.compare_exchange_weak(seen, word_of(left.first, from))) continue;
             const int64_t until = std::min(from + grain, left.last);
             if (until < left.last) {
-                team.left[thread].word.store(word_of(until, left.last));  // it is empty, so nobody else writes it
+                team.left[thread].word.store(word_of(until, left.last));  // it is empty, so no other thread writes it
                 victim = thread;
             }
             items = {from * per, until * per};

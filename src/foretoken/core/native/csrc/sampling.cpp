@@ -116,7 +116,7 @@ int32_t foretoken_excess(const void* p, int wide, const float* q, double weight,
     }, "the excess of %lld tokens", (long long)n);
 }
 
-// Writes the token at fraction `u` of the weights, -1 where nothing can be drawn, and their sum.
+// Writes the token at fraction `u` of the weights, -1 if none is possible, and their sum.
 int32_t foretoken_draw(const void* w, int wide, int64_t n, double u, int64_t* token, double* total, int threads) {
     return guarded([&] {
         check_rows(n, 1, n), check_fraction(u);
@@ -201,7 +201,7 @@ int32_t foretoken_copies(const CopySearch* search, int32_t* tokens, int32_t* par
 }
 
 // Draws a token from the distribution of logits [n]; -1 where no token is possible. ids: the token of each logit, ascending, or
-// null. noise: the key of a race, or a number u; null: nothing is drawn, and the token is 0. row: null, or [width]; receives the
+// null. noise: the key of a race, or a number u; null: no token is sampled, and it is 0. row: null, or [width]; receives the
 // distribution.
 int32_t foretoken_choose(const float* logits, int64_t n, const int32_t* ids, int64_t width, const FilterSpec* f, int races,
                          const void* noise, float* row, int64_t* token, int threads) {

@@ -106,7 +106,7 @@ void write_chances(const float* x, int64_t n, int64_t first, const Distribution&
 constexpr int64_t BLOCK = GROUP * LANES;  // tokens whose groups are one vector
 
 // Calls f(probabilities, first id, number of tokens) for runs of [from, from + count) of logits x, whose distribution was found, until
-// it returns true. Runs without any probability are left out.
+// it returns true. Runs without any probability are skipped.
 template <class F>
 void each_block(const RowScratch& s, const float* x, int64_t from, int64_t count, F f) {
     alignas(64) float p[BLOCK];

@@ -1,5 +1,5 @@
-// Chains: the tokens that follow sequences, each the likeliest one after those before it or drawn, in one call; and trees of
-// likely or drawn tokens.
+// Chains: the tokens that follow sequences, each the likeliest one after those before it or sampled, in one call; and trees
+// of likely or sampled tokens.
 //
 // Each level is a pass over the newest tokens of every draft that goes on. In between nothing returns to Python, whose work for
 // a pass takes longer than the pass of a small model. A head on a target's hidden states (EAGLE, MTP) reads its own tapped states
@@ -15,7 +15,7 @@
 #include "validate.hpp"
 
 // Draws a token from the distribution of logits [n], which `row` [width] receives unless it is null; -1 where none is possible.
-// Without noise nothing is drawn (core/native/sampling.cpp).
+// Without noise no token is sampled (core/native/sampling.cpp).
 using Choose = int32_t (*)(const float* logits, int64_t n, const int32_t* ids, int64_t width, const void* kept, int races, const void* noise, float* row,
                            int64_t* token, int threads);
 
@@ -23,7 +23,7 @@ using Lead = int32_t (*)(const LeaderSpec* request, int threads);
 using Change = int32_t (*)(const float* logits, int64_t n, const int32_t* ids, int64_t width, const void* changes, const int32_t* path, int64_t count,
                            float* out);
 
-// How the tokens of a draft are drawn. A ranked tree has the leaders of races, or without races the most probable tokens.
+// Sampling of the tokens of a draft. A ranked tree has the leaders of races, or without races the most probable tokens.
 struct SamplerSpec {
     const void* kept;       // temperature and filters; null: the likeliest tokens are taken
     const uint64_t* noise;  // [limit]; the bits of uniform numbers, or the keys of races, of a tree one for each level
@@ -48,11 +48,11 @@ struct ChainSpec {
     const float* floors;            // [sequences][longest]; a chain ends before a token that is reached less likely
     const float *bases, *slopes;    // [sequences][buckets]; a token of probability p is accepted at the rate base + slope p
     const float* bounds;            // [buckets - 1]; the probabilities between buckets, ascending
-    int32_t* tokens;                // [sequences][longest]; result, with the token that is left out
+    int32_t* tokens;                // [sequences][longest]; result, with the token at which it ended
     float* probabilities;           // likewise; of a tree the scores
     int32_t* parents;               // [sequences][longest]; result, of a tree; -1: the last row of the sequence
     int32_t* counts;                // [sequences]; result: tokens of each chain, fewer than its limit where it ended
-    int32_t* tried;                 // [sequences]; result: with the token that is left out; 0 where tokens are drawn
+    int32_t* tried;                 // [sequences]; result: with the token at which it ended; 0 where tokens are sampled
     const SamplerSpec* samplers;    // [sequences]
     const TreeSpec* trees;          // [sequences]
     Choose choose;
@@ -247,7 +247,7 @@ class Chains {
         }
     }
 
-    // Adds drawn siblings.
+    // Adds sampled siblings.
     void draw_level(int s, int row) {
         const SamplerSpec& how = c.samplers[s];
         DrawnTree drawn{trees[s], c.trees[s], c.limits[s], (const double*)how.noise, how.rows, c.width, c.draw, threads};

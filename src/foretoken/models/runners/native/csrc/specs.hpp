@@ -123,7 +123,7 @@ struct RopeSpec {
     int32_t paired;  // numbers 2 i and 2 i + 1 are rotated together; else i and i + half
 };
 
-// Sizes of recurrent layers, which are all alike. A row's inputs are its gates, padded, then its channels.
+// Sizes of recurrent layers, which are all equal. A row's inputs are its gates, padded, then its channels.
 struct StateSpec {
     int32_t window;      // rows before a row that the convolution reads
     int32_t channels, out, gates, inputs;
