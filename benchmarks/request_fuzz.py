@@ -276,7 +276,9 @@ class Arena:
 
     @staticmethod
     def open(name: str, target: Path, draft: Path, configs: Sequence[Config], kind: str) -> Arena:
-        """Loads the engines. kind: "float32", "bfloat16", or "int8" or "int4" for bfloat16 with such weights."""
+        """Loads the engines. kind: a dtype, "auto" for the model's own, or "int8" or "int4" for bfloat16 with such
+        weights.
+        """
         quantized = kind in QUANTIZATIONS
         options: dict[str, Any] = {"dtype": "bfloat16" if quantized else kind, "max_model_len": CONTEXT}
         options["quantization"] = kind if quantized else None
@@ -328,7 +330,7 @@ class Arena:
 
 def main(
     pairs: Annotated[int, typer.Option(min=1, help="Comparisons of a drafted request with its plain one.")] = 2000,
-    dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "int8"],
+    dtype: Annotated[list[str], typer.Option(help="By default float32 and int8, of --model its own.")] = [],
     seed: Annotated[int, typer.Option(help="The first batch's seed.")] = 0,
     heads: Annotated[bool, typer.Option(help="Also the bundled target's heads, one in eight.")] = True,
     model: Annotated[list[str], typer.Option(help=f"{MODEL_HELP} In place of the others; may be repeated.")] = [],
@@ -342,14 +344,15 @@ def main(
     began, digests = time.monotonic(), dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
         pair = Pair(Path(folder))
-        for kind in dtype:
+        kinds = dtype or (["auto"] if model else ["float32", "int8"])
+        for kind in kinds:
             paths = map(model_path, model)
             arenas = [Arena.open(path.name, path, pair.draft, MODEL_FREE, kind) for path in paths]
             if not model:
                 arenas.append(Arena.open("tiny", pair.target, pair.draft, TINY, kind))
             if heads and not model:
                 arenas.append(Arena.open("bundled", zoo.path("target"), zoo.path("draft"), BUNDLED, kind))
-            share, done = pairs // len(dtype), 0
+            share, done = pairs // len(kinds), 0
             batches = range(-(-share // (BATCH * 4)))
             for batch in track(batches, kind, console=console, transient=True):
                 arena = arenas[batch % len(arenas)] if model else arenas[heads and batch % 8 == 7]
