@@ -148,8 +148,8 @@ def _group_folders(proc: Path, groups: Path) -> list[Path]:
 
 def _group(folder: Path) -> Memory | None:
     for limit_file, usage_file in _LIMITS.items():
-        limit, used = read_or_empty(folder / limit_file).strip(), read_or_empty(folder / usage_file).strip()
-        if limit.isdigit() and used.isdigit() and int(limit) < 2**60:
+        limit = read_or_empty(folder / limit_file).strip()
+        if limit.isdigit() and int(limit) < 2**60 and (used := read_or_empty(folder / usage_file).strip()).isdigit():
             sizes = _table(folder / "memory.stat")
             cached = sizes.get("inactive_file", sizes.get("total_inactive_file", 0))  # freed before anything fails
             return Memory(max(0, int(limit) - int(used) + cached), int(limit))
