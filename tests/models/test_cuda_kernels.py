@@ -14,12 +14,13 @@ from foretoken.models.runners.triton_kernels import attention_kernels, recurrent
 pytestmark = pytest.mark.slow
 
 
-def test_kernels_equal_torch() -> None:
+@pytest.mark.parametrize("part", ["verdicts", "not verdicts"])
+def test_kernels_equal_torch(part: str) -> None:
     """The interpreter is chosen when Triton is imported, so it has a process of its own."""
     pytest.importorskip("triton", reason="Triton is on Linux alone")
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     file = Path(__file__).with_name("cuda_kernels.py")
-    command = [sys.executable, "-m", "pytest", str(file), "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", str(file), "-q", "-n", "0", "-p", "no:cacheprovider", "-k", part]
     run = subprocess.run(command, env={**os.environ, **interpreted}, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
 
