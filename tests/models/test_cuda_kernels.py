@@ -64,7 +64,10 @@ OF_TOKENS = (
 def test_kernels_of_tokens_compile(name: str) -> None:
     """The interpreter does not see types: variables of branches and loops keep theirs on a GPU."""
     triton = pytest.importorskip("triton", reason="Triton is on Linux alone")
-    kernel = getattr(sampling_kernels() if name in OF_TOKENS else attention_kernels(), name)
+    from foretoken.models.runners.triton_kernels import distributions
+
+    modules = sampling_kernels() if name in OF_TOKENS else attention_kernels(), distributions
+    kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
     sizes = {"CHUNKS": 5, "WIDE": 8, "SIZE": 5000, "LENGTH": 1024, "PARTS": 5, "COUNT": 4, "TREES": True}
     sizes |= {"RANKS": 4, "SAMPLED": True, "WIDTH": 4096, "BLOCK": 1024, "TYPE": triton.language.bfloat16}
     constants = {key: value for key, value in sizes.items() if key in kernel.arg_names}

@@ -253,8 +253,7 @@ class Union(Proposer):
         if free:
             start = len(context.tokens)
             self._verified[context.id] = partial(self.policy.drafted, context, name, length, draft, start=start)
-        policy = self.policy
-        return draft.decided(length, lambda d: policy.decision((name,) * len(d), len(d), expected, batch))
+        return draft.decided(length, lambda d: self.policy.decision((name,) * len(d), len(d), expected, batch))
 
     def reusable_prefix_len(self, context: Context) -> int:
         return min(source.proposer.reusable_prefix_len(context) for source in self.sources)
