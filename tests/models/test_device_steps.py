@@ -22,7 +22,9 @@ from foretoken.core.draft import Draft
 from foretoken.core.history import History
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import Timings
 from foretoken.core.streams import Streams
+from foretoken.engine.clock import StepClock
 from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import OutputOptions
 from foretoken.engine.sequence import Sequence as Running
@@ -345,9 +347,10 @@ def test_scores_end_chains_on_the_device(
 @pytest.mark.parametrize("depth", [3, None])
 @pytest.mark.parametrize("text", ["greedy", "sampled", "unscaled", "coupled", "greedy, unscaled"])
 def test_a_union_looks_at_candidates_that_join_copied_text(
-    text: str, depth: int | None, path: Path, device: CountedDevice
+    text: str, depth: int | None, path: Path, device: CountedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampled chains, and candidates without such text, are passed on unread."""
+    monkeypatch.setattr(StepClock, "timings", lambda _, batch, rows: Timings(1e-6, 0.001, 0.0, 0.0, batch, rows))
     model, texts, policy = device.model(path), text.split(", "), DraftPolicy()
     drafter = UnionMember("draft_model", DraftModel(device.model(path)))
     union = Auto([UnionMember("suffix", Lookup()), drafter], policy, "auto")
