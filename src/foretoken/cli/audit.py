@@ -192,10 +192,9 @@ def audit(
     else:
         refuse_options(given_options(server), ALONE)
         result = _audit_here(engine, models, compared, notes)
-    from foretoken.report.audit import page
+    from foretoken.audit.page import page
 
-    record = result.to_dict()
-    report.publish(record, lambda: _parts(result), lambda: page(record))
+    report.publish(result.to_dict(), lambda: _parts(result), lambda: page(result))
     raise typer.Exit(CODES[result.outcome])
 
 

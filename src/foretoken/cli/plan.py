@@ -89,7 +89,7 @@ def plan_for_endpoint(
     endpoint = options.planned(url, candidates, sample, journal(report.output))
     from foretoken.plan.endpoint import plan_endpoint
     from foretoken.plan.endpoint.outcome import rendered, verdict_lines
-    from foretoken.report.plan import endpoint_page
+    from foretoken.plan.page import endpoint_page
 
     texts = sample.texts()
     notes = wide_console(report.color, stderr=True)
@@ -102,9 +102,8 @@ def plan_for_endpoint(
         return 0
     if result.choice is not None:
         record["verdict"] = verdict_lines(result.choice, result.rows)
-
     facts = {key: value for key, value in result.facts.items() if not isinstance(value, dict)}
-    report.publish(record, lambda: rendered(result), lambda: endpoint_page(record), facts)
+    report.publish(record, lambda: rendered(result), lambda: endpoint_page(result), facts)
     return CANNOT_TELL if result.because else 0
 
 
@@ -224,8 +223,8 @@ def plan_for_vllm(
     from foretoken.bench.output import setting
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.plan.outcome import rendered
+    from foretoken.plan.page import page
     from foretoken.plan.vllm import answers, record, vllm_plan
-    from foretoken.report.plan import page
 
     model, drafts, heads = candidates.models(_ROLES)
     target = resolve(model)
@@ -250,7 +249,9 @@ def plan_for_vllm(
     result = vllm_plan(chosen, measured, setting=facts, prompts=sample.source(len(ids)))
 
     whole = record(result, chosen, measured)
-    report.publish(whole, lambda: rendered(result, pastes), lambda: page(whole), facts)
+    report.publish(
+        whole, lambda: rendered(result, pastes), lambda: page(result, whole["exports"] or {}, conditional=True), facts
+    )
 
 
 @grouped

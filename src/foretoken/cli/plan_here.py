@@ -24,6 +24,7 @@ from foretoken.models.options import drafts_format
 
 if TYPE_CHECKING:
     from foretoken.core.progress import Say
+    from foretoken.costs.measured import PassCost
     from foretoken.engine.footprint import MemoryPlan
     from foretoken.models.base import Model
     from foretoken.plan.candidates import Candidate
@@ -108,8 +109,8 @@ def plan_here(
     from foretoken.plan.candidates import candidates as candidates_of
     from foretoken.plan.candidates import shipped
     from foretoken.plan.outcome import rendered
+    from foretoken.plan.page import page
     from foretoken.plan.simulator import check_rtt, remote_drafting
-    from foretoken.report.plan import page
 
     check_rtt(rtt, sample.batch or (1,))
     target, drafts, heads = candidates.models(_ROLES)
@@ -121,7 +122,7 @@ def plan_here(
         result = replace(result, remote_drafting=remote_drafting(result.rows, rtt / 1e3))
 
     record = result.to_dict()
-    report.publish(record, lambda: rendered(result), lambda: page(record), result.setting)
+    report.publish(record, lambda: rendered(result), lambda: page(result, record["exports"] or {}), result.setting)
 
 
 def _plan(
@@ -193,14 +194,14 @@ def _completions(prompts: Path | None, count: int, tokenizer: Any) -> list[list[
     return [list(tokenizer.encode(text, add_special_tokens=False)) for text in given]
 
 
-def _passes(path: Path, model: Any, quantization: str, weight_format: str) -> list[dict[str, Any]]:
+def _passes(path: Path, model: Any, quantization: str, weight_format: str) -> Sequence[PassCost]:
     """The measured curve of a model that is loaded, from the cache where it is known; empty where memory is short."""
     from foretoken.bench.costs import Loaded, measured
     from foretoken.models.formats.checkpoint import load_config
 
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     loaded = Loaded(path, model, load_config(path), size, quantization, weight_format)
-    return measured(loaded).to_dict() if loaded.fits_twice else []
+    return measured(loaded).passes if loaded.fits_twice else ()
 
 
 DOES_NOT_FIT = 3

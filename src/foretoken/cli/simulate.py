@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -19,13 +20,6 @@ from foretoken.core.errors import InvalidRequest
 if TYPE_CHECKING:
     from foretoken.plan.simulator import SimulationResult, Sweep
     from foretoken.plan.strategies import Setting
-
-UNITS = {
-    "rtt": (1e3, " ms round trip"),
-    "acceptance": (1.0, " acceptance"),
-    "verifiers": (1.0, " target servers"),
-    "draft-ms": (1e3, " ms a draft step"),
-}
 
 
 class Varied(StrEnum):
@@ -84,27 +78,30 @@ def simulate(
     Reports the speedup of each over plain decoding, and from which values on pipelining is profitable.
     """
     from foretoken.plan import simulator as workers
+    from foretoken.plan.page import simulation_page
     from foretoken.plan.strategies import STRATEGIES
-    from foretoken.report.plan import simulation_page
 
     setting, repeats = simulated.setting, simulated.repeats
-    chosen, result = tuple(dict.fromkeys(simulated.strategy or STRATEGIES)), None
+    chosen, swept = tuple(dict.fromkeys(simulated.strategy or STRATEGIES)), None
     outcomes: tuple[SimulationResult, ...] = ()
     if sweep is not None:
-        result = workers.sweep(setting, sweep.value, _values(sweep, values), chosen, repeats)
-        table, verdict = _gains(result), _where(result)
+        swept = workers.sweep(setting, sweep.value, _values(sweep, values), chosen, repeats)
+        table, verdict = _gains(swept), _where(swept)
     else:
         outcomes = workers.simulate(setting, chosen, repeats)
         table, verdict = _table(outcomes), _whether(outcomes)
 
-    made: dict[str, Any] = {
-        "setting": asdict(setting) | {"repeats": repeats, "unit": "seconds"},  # as all times in it
+    facts = asdict(setting) | {"repeats": repeats, "unit": "seconds"}  # as all times in it
+    profitable = any(map(workers.pays, [outcomes] if swept is None else swept.outcomes))
+    record = {
+        "setting": facts,
         "verdict": verdict,
         "outcomes": [asdict(one) for one in outcomes],
-        "sweep": asdict(result) if result is not None else None,
-        "pays": any(map(workers.pays, result.outcomes if result is not None else [outcomes])),
+        "sweep": None if swept is None else asdict(swept),
+        "pays": profitable,
     }
-    report.publish(made, lambda: [table, Text(verdict, style="bold")], lambda: simulation_page(made))
+    page = partial(simulation_page, facts, swept or outcomes, verdict, profitable)
+    report.publish(record, lambda: [table, Text(verdict, style="bold")], page)
 
 
 def _needed(target: float, draft: float, depth: int) -> int:
@@ -118,6 +115,8 @@ def _needed(target: float, draft: float, depth: int) -> int:
 
 def _values(sweep: Varied, text: str | None) -> list[float]:
     """Returns the values of a sweep, times in seconds. Raises InvalidRequest."""
+    from foretoken.plan.simulator import SWEEPS
+
     if not text:
         raise InvalidRequest(f"--sweep {sweep.value} needs --values, FROM:TO:COUNT or a list such as 1,2,4")
     try:
@@ -133,7 +132,7 @@ def _values(sweep: Varied, text: str | None) -> list[float]:
         raise InvalidRequest(
             f"--values {text}: expected FROM:TO:COUNT, COUNT at least 2, or a list of numbers"
         ) from None
-    return [value / UNITS[sweep.value][0] for value in result]
+    return [value / SWEEPS[sweep.value].scale for value in result]
 
 
 def _table(outcomes: Sequence[SimulationResult]) -> Table:
@@ -155,8 +154,9 @@ def _table(outcomes: Sequence[SimulationResult]) -> Table:
 def _gains(result: Sweep) -> Table:
     """Returns a table of speedups over plain decoding by the varied value."""
     from foretoken.bench.output import figures
+    from foretoken.plan.simulator import SWEEPS
 
-    scale, unit = UNITS[result.by]
+    scale, unit = SWEEPS[result.by].scale, SWEEPS[result.by].unit
     heads = (unit.strip(), *(f"{one.strategy} over plain" for one in result.outcomes[0]))
     pairs = zip(result.values, result.outcomes, strict=True)
     return figures(
@@ -177,9 +177,9 @@ def _whether(outcomes: Sequence[SimulationResult]) -> str:
 
 def _where(result: Sweep) -> str:
     """Returns a sentence with the ranges of values in which pipelining is profitable."""
-    from foretoken.plan.simulator import pays
+    from foretoken.plan.simulator import SWEEPS, pays
 
-    scale, unit = UNITS[result.by]
+    scale, unit = SWEEPS[result.by].scale, SWEEPS[result.by].unit
     pairs = sorted(zip(result.values, result.outcomes, strict=True), key=lambda pair: pair[0])
     runs = [(here, [value for value, _ in run]) for here, run in groupby(pairs, lambda pair: pays(pair[1]) is not None)]
     spans = [(run[0], run[-1]) for here, run in runs if here]

@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from foretoken.costs.measured import PassCost
 from foretoken.plan.candidates import PlanRow
 from foretoken.plan.exports import export_config, export_lines
 from foretoken.plan.predictors import CONSTANT, Predictor
@@ -43,7 +44,7 @@ class Plan:
     predictors: Mapping[tuple[str, float], Sequence[Predictor]] = field(default_factory=dict)  # see ``fitted``
     setting: Mapping[str, Any] = field(default_factory=dict)  # facts of machine and models
     prompts: str = ""  # their description
-    costs: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # passes by rows, for each model
+    costs: Mapping[str, Sequence[PassCost]] = field(default_factory=dict)  # passes by rows, for each model
     remote_drafting: tuple[RemoteDraftingEstimate, ...] = ()  # drafting on another machine, if requested
 
     @classmethod
@@ -93,7 +94,7 @@ class Plan:
             "exports": export_config(best) if best else None,
             "choices": [choice.to_dict() for choice in self.choices],
             "rows": [row.to_dict() for row in self.rows],
-            "costs": {name: list(passes) for name, passes in self.costs.items()},
+            "costs": {name: [asdict(cost) for cost in passes] for name, passes in self.costs.items()},
             "predictors": [
                 asdict(each) | {"draft": draft, "temperature": temperature}
                 for (draft, temperature), predictors in self.predictors.items()

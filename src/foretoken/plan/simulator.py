@@ -9,7 +9,7 @@ since the last token of the target's own. The speedup measured here is listed as
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
@@ -17,8 +17,24 @@ from foretoken.plan.candidates import PlanRow
 from foretoken.plan.strategies import STRATEGIES, Setting, SimulatedRequest
 
 PIPELINED = ("dsi", "pearl")
-SWEEPS = {"rtt": "rtt", "acceptance": "acceptance", "verifiers": "verifiers", "draft-ms": "draft"}
 MARGIN = 1.01  # speedup over the best sequential strategy from which pipelining is called profitable
+
+
+class Varied(NamedTuple):
+    """A value of the setting that a sweep varies."""
+
+    name: str  # of the field of ``Setting``
+    scale: float  # from its unit to the user's
+    label: str  # of an axis
+    unit: str  # behind a value
+
+
+SWEEPS = {
+    "rtt": Varied("rtt", 1e3, "round trip, ms", " ms round trip"),
+    "acceptance": Varied("acceptance", 1.0, "acceptance", " acceptance"),
+    "verifiers": Varied("verifiers", 1.0, "target servers", " target servers"),
+    "draft-ms": Varied("draft", 1e3, "draft step, ms", " ms a draft step"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +106,7 @@ def varied(setting: Setting, by: str, value: float) -> Setting:
     if by == "verifiers" and value != int(value):
         raise InvalidRequest(f"verifiers must be whole numbers, got {value:g}")
     changed: Any = (value,) if by == "acceptance" else int(value) if by == "verifiers" else float(value)
-    return replace(setting, **{SWEEPS[by]: changed})
+    return replace(setting, **{SWEEPS[by].name: changed})
 
 
 def sequential_speedup(outcomes: Iterable[SimulationResult]) -> float:

@@ -1,11 +1,11 @@
-"""Pages: the templates of ``templates/``, recorded values as text, and access to records of other versions."""
+"""Pages: the templates of ``templates/``, and values as text."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup, escape
@@ -34,7 +34,7 @@ def compact(value: float) -> str:
 
 def figure(value: float | None, digits: int = 3) -> str:
     """Returns a float with ``digits`` significant digits, an integer in full, a dash for None."""
-    if value is None or not math.isfinite(value):
+    if not _known(value):
         return "–"
     if isinstance(value, int):
         return f"{value:,}"
@@ -46,54 +46,29 @@ def figure(value: float | None, digits: int = 3) -> str:
     return f"{value:.{min(decimals, 9)}f}"
 
 
-def times(value: object) -> str:
-    """Returns a recorded ratio such as 2.41x, a dash if it is not a number."""
-    ratio = number(value)
-    return "–" if ratio is None else f"{ratio:.2f}x"
+def times(ratio: float | None) -> str:
+    """Returns a ratio such as 2.41x, a dash for None."""
+    return f"{ratio:.2f}x" if _known(ratio) else "–"
 
 
-def percent(value: object) -> str:
-    """Returns a recorded fraction in per cent, a dash if it is not a number."""
-    fraction = number(value)
-    if fraction is None:
+def percent(fraction: float | None) -> str:
+    """Returns a fraction in per cent, a dash for None."""
+    if not _known(fraction):
         return "–"
     return "< 0.1 %" if 0 < fraction < 0.001 else f"{fraction:.1%}".replace("%", " %")
 
 
-def interval(low: object, high: object) -> str:
-    """Returns a recorded interval, nothing if it has no ends."""
-    below, above = number(low), number(high)
-    return "" if below is None or above is None else f"{below:.2f}–{above:.2f}"
+def interval(low: float | None, high: float | None) -> str:
+    """Returns an interval, nothing if it has no ends."""
+    return f"{low:.2f}–{high:.2f}" if _known(low) and _known(high) else ""
 
 
-def number(value: object, default: Any = None) -> Any:
-    """Returns a recorded value as a float if it is a finite number, else ``default``."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return default
-    try:
-        result = float(value)
-    except OverflowError:
-        return default
-    return result if math.isfinite(result) else default
-
-
-def record(value: object) -> Mapping[str, Any]:
-    """Returns a recorded object, an empty one if it is of another type."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def listed(value: object) -> list[Any]:
-    """Returns a recorded list, an empty one if it is of another type."""
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else []
-
-
-def records(value: object) -> list[Mapping[str, Any]]:
-    """Returns the objects in a recorded list."""
-    return [item for item in listed(value) if isinstance(item, Mapping)]
+def _known(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
 
 
 def shown(value: object) -> str:
-    """Returns a recorded value as text."""
+    """Returns a value as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {shown(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -122,10 +97,9 @@ class _Templates(Environment):
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self.filters |= {function.__name__: function for function in (times, percent, number, record, records, listed)}
-        self.filters |= {"shown": shown, "fact": _fact, "figure": lambda value, *digits: figure(number(value), *digits)}
-        self.filters["signed"] = lambda value: "–" if number(value) is None else f"{number(value):+.2f}"
-        self.globals |= {"interval": interval, "max_rows": MAX_ROWS, "enumerate": enumerate}
+        self.filters |= {"times": times, "percent": percent, "figure": figure, "shown": shown, "fact": _fact}
+        self.filters["signed"] = lambda value: f"{value:+.2f}"
+        self.globals |= {"max_rows": MAX_ROWS, "enumerate": enumerate}
         self.globals["ui"] = self.get_template("parts.jinja").module
 
 
@@ -138,10 +112,10 @@ def ui() -> Any:
 _templates = cache(_Templates)
 
 
-def render(template: str, setting: object = None, **values: Any) -> str:
+def render(template: str, setting: Mapping[str, Any] | None = None, **values: Any) -> str:
     """Returns a complete page that fetches nothing.
 
     template: Its file, which extends ``page.jinja``. setting: Facts that make the figures reproducible, listed at the
     end.
     """
-    return _templates().get_template(template).render(setting=record(setting), **values)
+    return _templates().get_template(template).render(setting=setting or {}, **values)

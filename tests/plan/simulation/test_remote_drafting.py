@@ -8,9 +8,9 @@ import pytest
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.candidates import PlanRow
 from foretoken.plan.outcome import Plan, rendered
+from foretoken.plan.page import page
 from foretoken.plan.simulator import LOCAL, REMOTE_STRATEGIES, check_rtt, conditional, remote_drafting
 from foretoken.plan.strategies import sequential_seconds
-from foretoken.report.plan import page
 
 CHANCE = 0.8
 
@@ -102,9 +102,9 @@ def test_it_is_told_on_the_terminal_in_json_and_on_the_page():
     assert record["remote_drafting"][0]["best"] in record["remote_drafting"][0]["options"]
     told = [str(part) for part in rendered(plan)]
     assert plan.remote_drafting[0].verdict in told and any("drafting 10 ms away" in part for part in told)
-    html = page(record)
+    html = page(plan, {})
     assert "Drafting on another machine" in html and plan.remote_drafting[0].verdict in html
-    assert "Drafting on another machine" not in page(Plan(tuple(rows), ()).to_dict())
+    assert "Drafting on another machine" not in page(Plan(tuple(rows), ()), {})
 
 
 def test_invalid_round_trip_times_and_batches_are_refused():
