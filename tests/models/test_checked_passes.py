@@ -13,7 +13,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.native.build import KernelsUnavailable, linked, require
 from foretoken.core.native.status import KernelArgumentError, check_layout, load
 from foretoken.models.base import Handle
-from foretoken.models.chains import ChainRequest
+from foretoken.models.chains import ChainRequest, DraftVocabulary
 from foretoken.models.decoder import Decoder
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.arrays import replay_pointer
@@ -180,16 +180,19 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def test_chains_are_checked(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(llama.runner, NativeRunner)
-    for vocab, limit, counts, message in (
-        (VOCAB + 1, 3, None, f"chains of {VOCAB + 1} of {VOCAB + 1} tokens, and the model reads {VOCAB}"),
-        (VOCAB, 60, 1, "row 8 is written to cache row 67, and its sequence has 64"),
+    beyond, wider = torch.arange(1, VOCAB + 1, dtype=torch.int32), VOCAB + 1
+    for vocabulary, limit, counts, message in (
+        (DraftVocabulary(wider, wider), 3, None, f"chains of {wider} of {wider} tokens, and the model reads {VOCAB}"),
+        (DraftVocabulary(VOCAB, wider, beyond), 3, None, f"the token {VOCAB} of logit {VOCAB - 1} among {VOCAB}"),
+        (DraftVocabulary(VOCAB, VOCAB), 60, 1, "row 8 is written to cache row 67, and its sequence has 64"),
     ):
         handle = llama.open(text(FIRST, 1))
         with monkeypatch.context() as patch:
+            patch.setattr(llama, "_vocabulary", vocabulary)
             if counts is not None:
                 patch.setattr(llama.runner._pages, "count", lambda slot, counts=counts: counts)
             with pytest.raises(KernelArgumentError, match=message):
-                llama.chains([handle], [ChainRequest(limit)], vocab)
+                llama.chains([handle], [ChainRequest(limit)], vocabulary.width)
         llama.close(handle)
 
 

@@ -49,7 +49,7 @@ from .counted import CPU, CountedDevice, Counts
 from .heads.test_drafts_at_once import GATED, HEADS
 from .sampled_rows import LAWS
 from .test_graphs import META, NothingListed, NothingMixed, Repeated
-from .tiny import ARCHITECTURES
+from .tiny import ARCHITECTURES, VOCAB
 
 pytestmark = [
     pytest.mark.slow,
@@ -201,12 +201,17 @@ def proposer_of(drafter: str, device: CountedDevice, path: Path, folder: Path) -
             return (HEADS | GATED)[head](
                 folder, {"tree": tree} | ({"confidence_threshold": 0.05} if head != name else {})
             )
+        if name == FEWER:
+            fewer = ARCHITECTURES["llama"]
+            fewer = replace(fewer, config=fewer.config | {"vocab_size": VOCAB - 11})
+            return DraftModel(device.model(fewer.save(folder / "fewer")), DraftModelConfig(tree), VOCAB)  # type: ignore[arg-type]
         model, stop = device.model(path), STOPS.get(name.removeprefix("draft model, "))
         if stop and stop["rule"] == "learned":
             stop = {**stop, "model": random_head(folder / "stop", model.hidden_size)}
         return DraftModel(model, DraftModelConfig(tree, top_k=2, draft_stop=stop))  # type: ignore[arg-type]
 
 
+FEWER = "draft model of fewer tokens"
 MODELS = [
     "draft model: chain",
     "draft model: top_k",
@@ -234,9 +239,9 @@ STOPPED = [*(f"draft model, {stop}: chain" for stop in STOPS), "DSpark, ended: c
     "drafter, text",
     [
         *product(MODELS, ("greedy", "sampled", "filtered", "unscaled")),
-        *product([*OTHERS, *STOPPED], ("greedy", "filtered", "unscaled")),
+        *product([*OTHERS, *STOPPED, f"{FEWER}: chain"], ("greedy", "filtered", "unscaled")),
         *product(("draft model: top_k", "EAGLE-3: top_k"), ("coupled", "unscaled coupled")),
-        *product(SAMPLED_TREES, ("filtered", "unscaled")),
+        *product([*SAMPLED_TREES, f"{FEWER}: sampled"], ("filtered", "unscaled")),
         *product(("draft model: ranked", "EAGLE-3: at_once"), ("greedy, filtered", "unscaled, greedy")),
         *product((*SAMPLED_TREES, "MTP, two layers: sampled"), ("greedy, filtered, coupled",)),
     ],

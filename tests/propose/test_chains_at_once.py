@@ -100,9 +100,11 @@ CASES: dict[str, tuple[DraftModelConfig, list[Request], int, bool]] = {
     "a request with words of several tokens": (DraftModelConfig(), [*PLAIN, WORDS], VOCAB, False),
     "penalties and a smaller target vocabulary": (DraftModelConfig(), ADJUSTED[:4], VOCAB - 10, True),
     "a smaller target vocabulary": (DraftModelConfig(), PLAIN, VOCAB - 10, True),
-    "a larger target vocabulary": (DraftModelConfig(), PLAIN, VOCAB + 10, False),
-    "a larger target vocabulary, greedy": (DraftModelConfig(), PLAIN[:2], VOCAB + 10, True),
+    "a larger target vocabulary": (DraftModelConfig(), PLAIN, VOCAB + 10, True),
+    "penalties and a larger target vocabulary": (DraftModelConfig(), ADJUSTED, VOCAB + 10, True),
     "filtered trees of a larger target vocabulary": (DraftModelConfig("top_k", 3), PLAIN[::2], VOCAB + 10, True),
+    "trees with the target's noise, of a larger vocabulary": (DraftModelConfig("ranked"), ADJUSTED, VOCAB + 10, True),
+    "sampled trees of a larger target vocabulary": (DraftModelConfig("sampled"), [*PLAIN, *ADJUSTED], VOCAB + 10, True),
     "a rule that looks at every token": (DraftModelConfig(draft_stop="margin"), PLAIN, VOCAB, False),
 }
 

@@ -39,6 +39,7 @@ class RunnerModel(Model):
     """A model whose passes a runner computes."""
 
     runner: Runner
+    _vocabulary: DraftVocabulary | None = None  # of the last target that it drafted for
 
     def open(
         self,
@@ -162,14 +163,21 @@ class RunnerModel(Model):
         plan = PassPlan.of(handles, drafts, [0] * len(handles))
         self._check_reach(max(part.end + request.rows for part, request in zip(plan.parts, requests, strict=True)))
         reads = any(request.stop is not None and request.stop.hidden for request in requests)
-        vocabulary, state = DraftVocabulary(vocab, vocab), self.num_layers if reads else None
-        chains = self.runner.chains(plan, requests, vocabulary, state)
+        state = self.num_layers if reads else None
+        chains = self.runner.chains(plan, requests, self._draft_vocabulary(vocab), state)
         for number, handle in enumerate(handles):
             handle.cached = len(handle.tokens)
             handle.unread = partial(_nodes_drafted, chains, number)
             if not isinstance(chains, UnreadChains):
                 handle.read()
         return chains
+
+    def _draft_vocabulary(self, vocab: int) -> DraftVocabulary:
+        if self._vocabulary is None or self._vocabulary.width != vocab:
+            size = min(self.vocab_size, vocab)
+            ids = torch.arange(size, dtype=torch.int32) if size < vocab else None
+            self._vocabulary = DraftVocabulary(size, vocab, ids)
+        return self._vocabulary
 
     def _shorten(self, handles: Sequence[Handle]) -> None:
         """Computes all pending rows but the last of each sequence, if a pass does not take them all."""

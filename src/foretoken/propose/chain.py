@@ -207,10 +207,6 @@ class DraftsChains(Protocol[Opened]):
     """A drafter of chains in one call: a model, or a head on a target's hidden states."""
 
     @property
-    def vocab_size(self) -> int:
-        """Size of its vocabulary."""
-
-    @property
     def drafts_chains(self) -> bool:
         """Whether ``chains`` may be called."""
 
@@ -234,15 +230,14 @@ def draft_at_once(
         The drafts. None for each that the model cannot draft at once, because it needs a look at every token; for all
         where the passes of these would come on top of the others' (``Model.adapts_levels``).
     """
-    vocab = min(model.vocab_size, vocab_size)
-    requests = [_request(model, grower, vocab < vocab_size) for _, grower in active]
+    requests = [_request(model, grower) for _, grower in active]
     if not model.drafts_chains or (model.adapts_levels and None in requests):
         requests = [None] * len(active)
     drafts: list[Draft | None] = [None] * len(active)
     if not (numbers := [number for number, request in enumerate(requests) if request is not None]):
         return drafts
     asked = [request for request in requests if request is not None]
-    drafted = model.chains([active[number][0] for number in numbers], asked, vocab)
+    drafted = model.chains([active[number][0] for number in numbers], asked, vocab_size)
     for at, (number, request) in enumerate(zip(numbers, asked, strict=True)):
         grower = active[number][1]
         if not isinstance(drafted, UnreadChains):
@@ -254,14 +249,10 @@ def draft_at_once(
     return drafts
 
 
-def _request(model: DraftsChains[Opened], grower: AtOnce, narrow: bool) -> ChainRequest | None:
-    """Returns the request to a model; None if it cannot draft this at once.
-
-    narrow: Whether distributions would lack tokens of the target.
-    """
+def _request(model: DraftsChains[Opened], grower: AtOnce) -> ChainRequest | None:
+    """Returns the request to a model; None if it cannot draft this at once."""
     request = grower.request() if model.drafts_chains else None
-    drawn = request is not None and request.draws is not None and request.draws.random
-    if request is None or (narrow and (drawn or request.changes)):
+    if request is None:
         return None
     if not model.adapts_levels:  # a device draws by itself, and the host may look at what it has drafted
         return request

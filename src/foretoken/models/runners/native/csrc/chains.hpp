@@ -110,10 +110,11 @@ class Chains {
     // Checks the first pass and the rows of all drafts, so that the passes behind it need no further check.
     void check() {
         if (c.longest < 1 || c.buckets < 1) refuse("chains of %d tokens with %d buckets; at least one is expected", c.longest, c.buckets);
-        if (c.vocab < 1 || c.vocab > stride || c.width < c.vocab || c.width > m.embedding_rows)
+        if (c.vocab < 1 || c.vocab > stride || c.width < c.vocab || (!c.ids && c.width > m.embedding_rows))
             refuse("chains of %d of %d tokens, and the model reads %d", c.vocab, c.width, m.embedding_rows);
+        const int tokens = std::min(c.width, m.embedding_rows);
         for (int i = 0; c.ids && i < c.vocab; i++)
-            if (c.ids[i] < (i ? c.ids[i - 1] + 1 : 0) || c.ids[i] >= c.width) refuse("the token %d of logit %d among %d", c.ids[i], i, c.width);
+            if (c.ids[i] < (i ? c.ids[i - 1] + 1 : 0) || c.ids[i] >= tokens) refuse("the token %d of logit %d among %d", c.ids[i], i, tokens);
         for (int s = 0; s < first.sequences; s++) {
             if (c.limits[s] < 1 || c.limits[s] > c.longest) refuse("chain %d has %d tokens, from 1 to %d are expected", s, c.limits[s], c.longest);
             const SamplerSpec& how = c.samplers[s];
