@@ -21,7 +21,6 @@ from foretoken.cli.grouped import ALONE, given_options, grouped, option, refuse_
 from foretoken.cli.options import (
     Dtype,
     ModelOptions,
-    PatienceOptions,
     PositionalModelOptions,
     ReportOptions,
     ServerOptions,
@@ -67,7 +66,6 @@ class AuditServerOptions:
     pair: ServerOptions
     checkpoint: str | None = option(None, "Compute the endpoint's target distribution here, from this model.")
     concurrency: int = option(8, "Requests to the endpoint at a time.", min=1)
-    waiting: PatienceOptions
     dry_run: bool = option(False, "Only show what auditing the endpoint costs.", "--dry-run")
 
 
@@ -97,7 +95,6 @@ def audit_server(
         concurrency=options.concurrency,
         checkpoint=options.checkpoint,
         seed=compared.seed,
-        patience=options.waiting.patience(),
         journal=journal,
         **arguments,
     )

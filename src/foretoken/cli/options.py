@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.llm import LLM
-    from foretoken.probe.client import Patience
     from foretoken.speculation import SpeculativeConfig
 
 
@@ -187,8 +186,12 @@ class ServerOptions:
     api_key: str | None = option(None, "API key of the endpoint.", envvar="FORETOKEN_API_KEY")
     baseline_api_key: str | None = option(None, "That of the baseline. [the same]")
 
+    timeout: float = option(120.0, "Seconds for one answer of the endpoint.", min=1)
+    retries: int = option(4, "Further tries of a request to the endpoint.", min=0)
+
     def arguments(self) -> dict[str, Any]:
         """Returns the same by the names of the fields of ``ServerPair`` and ``Endpoint``. Raises InvalidRequest."""
+        from foretoken.probe.client import Patience
         from foretoken.probe.server import ServerKind
 
         if self.server not in list(ServerKind):
@@ -198,21 +201,8 @@ class ServerOptions:
             "kind": ServerKind(self.server),
             "key": self.api_key,
             "baseline_key": self.baseline_api_key,
+            "patience": Patience(self.timeout, self.retries),
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PatienceOptions:
-    """Time limits and retries of requests to a server."""
-
-    timeout: float = option(120.0, "Seconds for one answer of the endpoint.", min=1)
-    retries: int = option(4, "Further tries of a request to the endpoint.", min=0)
-
-    def patience(self) -> Patience:
-        """Returns the same for the client of a server."""
-        from foretoken.probe.client import Patience
-
-        return Patience(self.timeout, self.retries)
 
 
 def announcing(notes: Console, dry_run: bool) -> Callable[[Mapping[str, Any]], bool]:

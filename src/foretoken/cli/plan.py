@@ -15,7 +15,7 @@ import typer
 from foretoken import zoo
 from foretoken.cli.files import journal, json_object
 from foretoken.cli.grouped import ALONE, SERVED, given_options, grouped, option, refuse_options
-from foretoken.cli.options import MaxModelLen, PatienceOptions, ReportOptions, ServerOptions, announcing, budget
+from foretoken.cli.options import MaxModelLen, ReportOptions, ServerOptions, announcing, budget
 from foretoken.cli.plan_here import CandidateOptions, PrecisionOptions, SampleOptions, plan_here, print_memory
 from foretoken.cli.theme import note, staged, wide_console
 from foretoken.core.errors import ForetokenError, InvalidRequest
@@ -43,7 +43,6 @@ class PlanServerOptions:
         None, "Record of the endpoint's plan at another draft length.", "--with", metavar="FILE"
     )
     budget: str | None = option(None, "To spend on the endpoint: a time such as 5m, or tokens such as 60ktokens.")
-    waiting: PatienceOptions
     dry_run: bool = option(
         False, "Only show what measuring the endpoint costs; without --endpoint, the memory of the models.", "--dry-run"
     )
@@ -68,7 +67,7 @@ class PlanServerOptions:
         from foretoken.plan.endpoint import LocalModels, PlannedEndpoint, ServerPair
 
         return PlannedEndpoint(
-            pair=ServerPair(url, candidates.model, patience=self.waiting.patience(), **arguments),
+            pair=ServerPair(url, candidates.model, **arguments),
             depth=self.depth or current.pop("num_speculative_tokens", None),
             temperature=temperatures[0],
             concurrency=tuple(dict.fromkeys(self.concurrency or (1, 4, 16))),
