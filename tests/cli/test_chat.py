@@ -13,8 +13,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from foretoken.cli.chat import Session
-from foretoken.cli.chat_commands import ChatSettings, Conversation, names, parse
+from foretoken.cli.chat_commands import ChatSettings, Conversation, Session, names, parse
 from foretoken.cli.chat_commands import run as carry_out
 from foretoken.cli.chat_screen import TextScreen, state_folder, typed
 from foretoken.cli.theme import ColorMode
@@ -97,7 +96,7 @@ def test_another_method_is_loaded_and_chosen(chat):
     assert told.code == 0 and answers(told)
     assert [r["text"] for r in records(told) if r["type"] == "notice"] == ["speculation: on, method suffix"] * 2
     assert "drafts by auto or draft_model or ngram or suffix" in records(told)[0]["text"]
-    assert "--method {oops is no JSON" in chat(options=("--method", "{oops")).err
+    assert "--method is not JSON" in chat(options=("--method", "{oops")).err
 
 
 def test_a_backslash_at_the_end_joins_lines(chat):
