@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from foretoken.core.step import StepOutput
     from foretoken.llm import LLM
     from foretoken.outputs import SpeculationStats, StreamPiece
+    from foretoken.report.tokens import Tracer
 
 LOGPROBS = 5  # of the most probable tokens, for the page
 
@@ -103,50 +104,42 @@ def generate(
         **vars(runtime),
     )
     with closing(llm):
-        page = _Page(llm, text, params, html_file) if html_file is not None else None
-        pieces = _pieces(llm, text, params, page)
+        tracers = []
+        if html_file is not None:
+            from foretoken.report.tokens import Tracer
+
+            ids = llm.requests.tokenize(text).ids
+            tracers = [Tracer(llm.tokenizer, ids) for _ in range(params.n)]
+        pieces = _traced(llm.stream(text, params), tracers)
         if as_json:
             print(json.dumps(_record(llm, pieces), ensure_ascii=False))
         else:
             _stream(llm, text, params.n, pieces, color, stats, explain_drafts)
-        if page is not None:
-            page.write()
+        if html_file is not None:
+            write_text(html_file, _page(llm, params, tracers))
 
 
-class _Page:
-    """Collects the streamed pieces and writes a page of them."""
-
-    def __init__(self, llm: LLM, prompt: str, params: SamplingParams, file: Path) -> None:
-        from foretoken.report.tokens import Tracer
-
-        self._llm, self._params, self._file = llm, params, file
-        ids = llm.requests.tokenize(prompt).ids
-        self._tracers = [Tracer(llm.tokenizer, ids) for _ in range(params.n)]
-
-    def push(self, piece: StreamPiece) -> None:
-        self._tracers[piece.index].push(piece)
-
-    def write(self) -> None:
-        """Writes the page. Raises WriteError."""
-        from foretoken.bench.output import setting
-        from foretoken.report.tokens import page
-
-        facts = setting() | {
-            "model": self._llm.model,
-            "draft_model": self._llm.draft_model,
-            "method": self._llm.speculative_config.method_in_force,
-            "temperature": self._params.temperature,
-            "seed": self._params.seed,
-        }
-        write_text(self._file, page([tracer.trace() for tracer in self._tracers], facts))
-
-
-def _pieces(llm: LLM, prompt: str, params: SamplingParams, page: _Page | None) -> Iterator[StreamPiece]:
-    """Yields the pieces of all completions, which are then on the page."""
-    for piece in llm.stream(prompt, params):
-        if page is not None:
-            page.push(piece)
+def _traced(pieces: Iterable[StreamPiece], tracers: Sequence[Tracer]) -> Iterator[StreamPiece]:
+    """Yields the pieces of all completions after passing them to the tracers, if any."""
+    for piece in pieces:
+        if tracers:
+            tracers[piece.index].push(piece)
         yield piece
+
+
+def _page(llm: LLM, params: SamplingParams, tracers: Iterable[Tracer]) -> str:
+    """Returns a page of all completions."""
+    from foretoken.bench.output import setting
+    from foretoken.report.tokens import page
+
+    facts = setting() | {
+        "model": llm.model,
+        "draft_model": llm.draft_model,
+        "method": llm.speculative_config.method_in_force,
+        "temperature": params.temperature,
+        "seed": params.seed,
+    }
+    return page([tracer.trace() for tracer in tracers], facts)
 
 
 def _stream(
