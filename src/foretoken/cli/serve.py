@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import PositionalModelOptions, following, load
-from foretoken.cli.serve_engines import ModelEntry, ReplicaOptions, models_app, read_models, replicas_app
+from foretoken.cli.serve_engines import ModelEntry, models_app, read_models, replicas_app
 from foretoken.cli.serve_options import (
     AccessOptions,
     LimitOptions,
@@ -30,6 +30,7 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.engine.prompts import read_template
 from foretoken.serve.key_file import read_keys
 from foretoken.serve.parsers.formats import check_parsers
+from foretoken.serve.replicas import ReplicaScale
 from foretoken.serve.settings import AppOptions, ServerSettings, allowed_hosts, bind
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class ServeOptions:
     names: NameOptions
     limits: LimitOptions
     runtime: ServerRuntimeOptions
-    replicas: ReplicaOptions
+    replicas: ReplicaScale
     server: AppOptions
     log: LogOptions
 
@@ -60,7 +61,7 @@ class ServeOptions:
         self.log.check()
         self.access.check()
         divided, models, named = self.runtime.tensor_parallel_size > 1, self.models, self.names
-        if self.replicas.scale() is not None:
+        if self.replicas.replicas is not None:
             if divided:
                 raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
             if self.limits.response_store is not None:
@@ -143,8 +144,8 @@ def _opened(
     tracer: RequestTracer | None,
 ) -> AbstractContextManager[tuple[FastAPI, Sequence[Servable]]]:
     """Returns a context with the app and what answers its requests."""
-    models, limits, scale = options.models, options.limits, options.replicas.scale()
-    if scale is None:
+    models, limits = options.models, options.limits
+    if options.replicas.replicas is None:
         alone = ModelEntry(models.model, models.draft_model, tuple(settings.model_names))
         return models_app(entries or [alone], engine, settings, limits.max_waiting, tracer)
     replica = {
@@ -153,7 +154,9 @@ def _opened(
         "options": engine,
         "max_waiting": limits.max_waiting,
     }
-    return replicas_app(replica, scale, settings, tracer, options.log.log_level == "debug", limits.drain_timeout)
+    return replicas_app(
+        replica, options.replicas, settings, tracer, options.log.log_level == "debug", limits.drain_timeout
+    )
 
 
 def _check_packages() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from foretoken.cli.grouped import option
 from foretoken.cli.options import load
 from foretoken.cli.serve_options import LimitOptions, ServerRuntimeOptions, checked_adapters, size_in_bytes
 from foretoken.cli.theme import ColorMode, console, waiting
@@ -20,6 +19,7 @@ from foretoken.core.checks import check_keys, integer, shown
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.engine.prompts import read_template
 from foretoken.serve.parsers.formats import check_parsers
+from foretoken.serve.replicas import ReplicaScale, keep_to_itself
 from foretoken.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -156,34 +156,10 @@ def _entry(given: Any, folder: Path) -> ModelEntry:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaOptions:
-    """Engines behind one address."""
-
-    replicas: int | None = option(None, "Engines behind this address, on Ray Serve. [one, in this process]", min=1)
-    max_replicas: int | None = option(None, "Start up to this many under load. [--replicas]", min=1)
-    address: str | None = option(
-        None, "Ray cluster for replicas, such as auto or HOST:6379. [one of its own]", "--ray-address"
-    )
-    cpus: float | None = option(None, "Cores of each replica. [a fair share]", "--replica-cpus")
-    gpus: float | None = option(None, "GPUs of each replica. [none]", "--replica-gpus", min=0)
-
-    def scale(self) -> dict[str, Any] | None:
-        """Returns arguments of ``ReplicaScale``, None without replicas. Raises InvalidRequest for contradictions."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if self.replicas is None:
-            if given:
-                raise InvalidRequest("--max-replicas, --ray-address, --replica-cpus and --replica-gpus need --replicas")
-            return None
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise InvalidRequest(f"--max-replicas ({self.max_replicas}) must be at least --replicas ({self.replicas})")
-        return given
-
-
 @contextmanager
 def replicas_app(
     engine: dict[str, Any],
-    scale: dict[str, Any],
+    scale: ReplicaScale,
     settings: ServerSettings,
     tracer: RequestTracer | None,
     verbose: bool,
@@ -191,17 +167,16 @@ def replicas_app(
 ) -> Iterator[tuple[FastAPI, Sequence[Servable]]]:
     """Starts replicas, yields the app and its one worker in front of them, and ends them.
 
-    engine: Arguments of ``ReplicaConfig``. scale: Arguments of ``ReplicaScale``.
+    engine: Arguments of ``ReplicaConfig``.
     """
-    deploy = _deploying(alone="address" not in scale)
-    from foretoken.serve.replicas import ReplicaScale
+    deploy = _deploying(alone=scale.address is None)
     from foretoken.serve.replicas.front import Front, create_front
     from foretoken.serve.replicas.replica import ReplicaConfig
 
-    made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**scale)
-    spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas", silent=True)
-    with deploy.replicas(made, size, drain_timeout, spinner, verbose) as answering:
-        settings = replace(settings, max_concurrency=size.ceiling * made.max_requests)
+    config = ReplicaConfig(**engine, settings=settings, created=int(time.time()))
+    spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {scale.minimum} replicas", silent=True)
+    with deploy.replicas(config, scale, drain_timeout, spinner, verbose) as answering:
+        settings = replace(settings, max_concurrency=scale.maximum * config.max_requests)
         front = Front(answering, settings)
         yield create_front(front, settings, tracer), [front]
 
@@ -211,8 +186,6 @@ def _deploying(alone: bool) -> ModuleType:
 
     ``alone`` is whether Ray gets a private cluster.
     """
-    from foretoken.serve.replicas import keep_to_itself
-
     if alone:
         keep_to_itself()
     try:

@@ -1,6 +1,6 @@
 """Several engines behind one API: replicas on Ray Serve, and a front that forwards requests to them.
 
-This module has the number of replicas and the environment of a private cluster. It does not import Ray.
+This module has the options of replicas and the environment of a private cluster. It does not import Ray.
 """
 
 import os
@@ -8,28 +8,43 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foretoken.core.checks import named
 from foretoken.core.errors import InvalidRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaScale:
-    """The number of replicas and their resources."""
+    """The number of replicas and their resources: each field is an option of ``foretoken serve`` (see ``cli.grouped``).
 
-    replicas: int  # initial and smallest number of replicas
-    max_replicas: int | None = None  # largest number of replicas; None keeps the number fixed
-    address: str | None = None  # address of a Ray cluster; None starts one on this machine
-    cpus: float | None = None  # cores of each replica; None divides all cores among them
-    gpus: float = 0.0  # GPUs of each replica
+    Args:
+        replicas: Engines behind this address, on Ray Serve. [one, in this process]
+        max_replicas: Start up to this many under load. [--replicas]
+        address: Ray cluster for replicas, such as auto or HOST:6379. [one of its own]
+        cpus: Cores of each replica. [a fair share]
+        gpus: GPUs of each replica. [none]
+    """
+
+    replicas: int | None = named("--replicas", None, min=1)
+    max_replicas: int | None = named("--max-replicas", None, min=1)
+    address: str | None = named("--ray-address", None)
+    cpus: float | None = named("--replica-cpus", None)
+    gpus: float | None = named("--replica-gpus", None, min=0)
 
     def __post_init__(self) -> None:
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise InvalidRequest(f"max_replicas ({self.max_replicas}) must be at least replicas ({self.replicas})")
+        if self.replicas is None and any(value is not None for value in vars(self).values()):
+            raise InvalidRequest("--max-replicas, --ray-address, --replica-cpus and --replica-gpus need --replicas")
+        if self.maximum < self.minimum:
+            raise InvalidRequest(f"--max-replicas ({self.max_replicas}) must be at least --replicas ({self.replicas})")
         if self.cpus is not None and self.cpus <= 0:
-            raise InvalidRequest(f"replica_cpus must be more than 0, got {self.cpus}")
+            raise InvalidRequest(f"--replica-cpus must be more than 0, got {self.cpus}")
 
     @property
-    def ceiling(self) -> int:
-        return self.max_replicas or self.replicas
+    def minimum(self) -> int:
+        return self.replicas or 1
+
+    @property
+    def maximum(self) -> int:
+        return self.max_replicas or self.minimum
 
 
 def share(nodes: Sequence[float], count: int) -> float:

@@ -171,12 +171,12 @@ def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, ap
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     # One more batch waits in the engine, where priorities count; the rest waits at the front for any free replica.
     max_requests = 2 * engine.max_num_seqs
-    options: dict[str, Any] = {"num_replicas": scale.replicas}
-    if scale.ceiling > scale.replicas:
+    options: dict[str, Any] = {"num_replicas": scale.minimum}
+    if scale.maximum > scale.minimum:
         options = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=scale.replicas,
-                max_replicas=scale.ceiling,
+                min_replicas=scale.minimum,
+                max_replicas=scale.maximum,
                 target_ongoing_requests=float(engine.max_num_seqs),
                 upscale_delay_s=_UPSCALE_SECONDS,
                 downscale_delay_s=_DOWNSCALE_SECONDS,
@@ -184,7 +184,7 @@ def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, ap
         }
     deployment = serve.deployment(
         name=_NAME,
-        ray_actor_options={"num_cpus": scale.cpus or share(nodes, scale.ceiling), "num_gpus": scale.gpus},
+        ray_actor_options={"num_cpus": scale.cpus or share(nodes, scale.maximum), "num_gpus": scale.gpus or 0.0},
         max_ongoing_requests=max_requests + _EXTRA_CALLS,
         request_router_config={
             "request_router_class": PrefixRouter,
