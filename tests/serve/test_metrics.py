@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,8 +186,10 @@ def test_inter_token_latency_is_a_tokens_own(metrics: Metrics, clock: Clock) -> 
 
 def test_requests_and_usage(metrics: Metrics) -> None:
     metrics.on_first_token(0.2)
-    metrics.on_finished("length", prompt_tokens=12, generation_tokens=30, e2e_seconds=3.0, queue_seconds=0.02)
-    metrics.on_finished("abort", prompt_tokens=5, generation_tokens=0, e2e_seconds=1.0)
+    whole: Any = SimpleNamespace(prompt_tokens=12, completion_tokens=30, seconds=3.0, queue_seconds=0.02)
+    never_admitted: Any = SimpleNamespace(prompt_tokens=5, completion_tokens=0, seconds=1.0, queue_seconds=None)
+    metrics.on_finished("length", whole)
+    metrics.on_finished("abort", never_admitted)
     values = shown(metrics)
     assert values["foretoken:request_success_total{finished_reason=length}"] == 1
     assert values["foretoken:request_success_total{finished_reason=error}"] == 0

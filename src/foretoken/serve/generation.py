@@ -145,13 +145,7 @@ class Generation:
         self.end(None, abort=True)
         self._seconds = time.monotonic() - self.arrived
         if self._metrics is not None:
-            self._metrics.on_finished(
-                (self._reason or reason) if self.finished else reason,
-                prompt_tokens=self._prompt_tokens,
-                generation_tokens=self._generated,
-                e2e_seconds=self._seconds,
-                queue_seconds=self._queued,
-            )
+            self._metrics.on_finished((self._reason or reason) if self.finished else reason, self.summary())
 
     def number(self, piece: StreamPiece) -> int:
         """Returns the number of the piece's choice. The choices of the second prompt follow those of the first."""
@@ -196,16 +190,12 @@ class Generation:
             cached_tokens=self._cached,
             completion_tokens=self._generated,
             finish_reason=self._reason if self.finished else None,
-            queue_seconds=self._queued,
+            queue_seconds=None if self.began is None else self.began - self.arrived,
             first_token_seconds=self._first,
             seconds=time.monotonic() - self.arrived if self._seconds is None else self._seconds,
             method=self._drafts.method,
             speculation=self._record.to_dict(),
         )
-
-    @property
-    def _queued(self) -> float | None:
-        return None if self.began is None else self.began - self.arrived
 
     @property
     def _prompt_tokens(self) -> int:

@@ -19,6 +19,7 @@ from foretoken.core.step import PositionCounts, StepOutput
 from foretoken.core.verdict import KINDS
 from foretoken.engine.scheduler import SchedulerUsage
 from foretoken.outputs import SpeculationStats
+from foretoken.serve.request_state import RequestSummary
 from foretoken.serve.token_text import PHASES
 
 PREFIX = "foretoken:"
@@ -80,9 +81,6 @@ class SpeculationRecord:
         if detailed:
             record |= {"per_step_accepted": list(self._accepted), "per_step_drafted": list(self._drafted)}
         return record
-
-
-_Values = dict[tuple[str, ...], float]  # by the values of a counter's labels, without the model's name
 
 
 @dataclass(slots=True)
@@ -209,27 +207,16 @@ class Metrics(MetricsPage):
         with self._lock:
             self._histograms["time_to_first_token_seconds"].observe(seconds)
 
-    def on_finished(
-        self,
-        reason: str,
-        *,
-        prompt_tokens: int,
-        generation_tokens: int,
-        e2e_seconds: float,
-        queue_seconds: float | None = None,
-    ) -> None:
-        """Counts a finished request, with the tokens of all its prompts and completions.
-
-        ``reason`` is one of ``FINISH_REASONS``. ``queue_seconds`` is None if the engine never admitted the request.
-        """
+    def on_finished(self, reason: str, request: RequestSummary) -> None:
+        """Counts a finished request. reason: one of ``FINISH_REASONS``."""
         with self._lock:
             self._finished[reason] += 1
-            self._prompt_tokens += prompt_tokens
-            self._histograms["request_prompt_tokens"].observe(prompt_tokens)
-            self._histograms["request_generation_tokens"].observe(generation_tokens)
-            self._histograms["e2e_request_latency_seconds"].observe(e2e_seconds)
-            if queue_seconds is not None:
-                self._histograms["request_queue_time_seconds"].observe(queue_seconds)
+            self._prompt_tokens += request.prompt_tokens
+            self._histograms["request_prompt_tokens"].observe(request.prompt_tokens)
+            self._histograms["request_generation_tokens"].observe(request.completion_tokens)
+            self._histograms["e2e_request_latency_seconds"].observe(request.seconds)
+            if request.queue_seconds is not None:
+                self._histograms["request_queue_time_seconds"].observe(request.queue_seconds)
 
     def acceptance(self) -> dict[str, Any]:
         """Returns drafts, tokens and acceptance of each method, as JSON.
@@ -261,44 +248,39 @@ class Metrics(MetricsPage):
 
     def _engine(self, usage: SchedulerUsage) -> Iterator[Metric]:
         usage_share = usage.kv_tokens / usage.kv_capacity if usage.kv_capacity else 0.0
+        bytes_per_token = usage.kv_bytes_per_token
         yield self._gauge("num_requests_running", "Running sequences.", usage.running)
         yield self._gauge("num_requests_waiting", "Waiting sequences.", usage.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", usage_share)
         yield self._gauge("kv_cache_tokens", "Tokens in the KV cache.", usage.kv_tokens)
-        bytes_per_token = usage.kv_bytes_per_token
         yield self._gauge("kv_cache_bytes_per_token", "Bytes of one token in the target's KV cache.", bytes_per_token)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", {(): usage.prefix_queries})
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", {(): usage.prefix_hits})
-        yield self._counter("num_preemptions", "Preempted sequences.", {(): usage.preemptions})
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", usage.prefix_queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", usage.prefix_hits)
+        yield self._counter("num_preemptions", "Preempted sequences.", usage.preemptions)
 
     def _counted(self) -> Iterator[Metric]:
-        seconds: _Values = {(phase,): total for phase, total in self._seconds.items()}
-        finished: _Values = {(reason,): count for reason, count in self._finished.items()}
-        unknown: _Values = {(path,): count for path, count in self._unknown_fields.items()}
-        yield self._counter("prompt_tokens", "Prompt tokens of finished requests.", {(): self._prompt_tokens})
-        yield self._counter("generation_tokens", "Tokens emitted.", {(): self._generation_tokens})
-        yield self._counter("request_success", "Finished requests.", finished, "finished_reason")
+        unknown = self._unknown_fields
+        yield self._counter("prompt_tokens", "Prompt tokens of finished requests.", self._prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens emitted.", self._generation_tokens)
+        yield self._counter("request_success", "Finished requests.", self._finished, "finished_reason")
         yield self._counter("unknown_request_fields", "Unknown fields that were ignored.", unknown, "endpoint")
-        yield self._counter("steps", "Decode steps, each with one forward pass of the target.", {(): self._steps})
-        yield self._counter("step_seconds", "Seconds of decode steps, by phase.", seconds, "phase")
+        yield self._counter("steps", "Decode steps, each with one forward pass of the target.", self._steps)
+        yield self._counter("step_seconds", "Seconds of decode steps, by phase.", self._seconds, "phase")
 
     def _speculated(self) -> Iterator[Metric]:
         methods = self._speculation.items()
-        drafts: _Values = {(method,): float(kept.drafts) for method, kept in methods}
-        drafted: _Values = {(method,): float(kept.drafted) for method, kept in methods}
-        accepted: _Values = {(method,): float(kept.accepted) for method, kept in methods}
-        reached: _Values = {(m, str(i)): n for m, kept in methods for i, n in enumerate(kept.reached)}
-        verified: _Values = {(m, str(i)): n for m, kept in methods for i, n in enumerate(kept.verified.drafted)}
-        name, labels = "spec_decode_num_", ("method", "position")
+        drafts = {method: kept.drafts for method, kept in methods}
+        drafted = {method: kept.drafted for method, kept in methods}
+        accepted = {method: kept.accepted for method, kept in methods}
+        reached = {(m, str(i)): n for m, kept in methods for i, n in enumerate(kept.reached)}
+        verified = {(m, str(i)): n for m, kept in methods for i, n in enumerate(kept.verified.drafted)}
+        name, labels, at = "spec_decode_num_", ("method", "position"), "Drafts that were verified at this position."
         yield self._counter(name + "drafts", "Drafts that were verified, one a sequence and step.", drafts, "method")
         yield self._counter(name + "draft_tokens", "Tokens drafted.", drafted, "method")
         yield self._counter(name + "accepted_tokens", "Drafted tokens emitted.", accepted, "method")
         yield self._counter(name + "accepted_tokens_per_pos", "Drafts accepted that far.", reached, *labels)
-        yield self._counter(
-            name + "verified_tokens_per_pos", "Drafts that were verified at this position.", verified, *labels
-        )
-
-        alarms: _Values = {(kind,): count for kind, count in self._alarms.items()}
+        yield self._counter(name + "verified_tokens_per_pos", at, verified, *labels)
+        alarms = self._alarms
         yield self._counter("spec_decode_alarms", "Long runs of one sequence's drafts of this kind.", alarms, "kind")
 
     def _distributions(self) -> Iterator[Metric]:
@@ -312,10 +294,11 @@ class Metrics(MetricsPage):
         family.add_metric([self._model], value)
         return family
 
-    def _counter(self, name: str, meaning: str, values: _Values, *labels: str) -> Metric:
+    def _counter(self, name: str, meaning: str, values: float | Mapping[Any, float], *labels: str) -> Metric:
+        """Returns a counter. values: by the value of its label, or by those of its labels."""
         family = CounterMetricFamily(PREFIX + name, meaning, labels=["model_name", *labels])
-        for key, value in values.items():
-            family.add_metric([self._model, *key], value)
+        for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+            family.add_metric([self._model, *((key,) if isinstance(key, str) else key)], value)
         return family
 
 
