@@ -77,17 +77,19 @@ Reading = Generator[None, str, str]
 CallBody = Callable[[CallWriter], Reading]
 
 
-def head_body(writer: CallWriter, name: Callable[[str], str], text: str = "") -> Reading:
+def head_body(writer: CallWriter, head: re.Pattern[str], text: str = "") -> Reading:
     """Reads a head that names the function, and the arguments in JSON: DeepSeek, Kimi, Mistral.
 
-    ``name`` returns the function's name from the head, which ends before the arguments' ``{``. It raises ValueError.
+    ``head`` matches the text before the arguments' ``{``; one of its groups is the function's name.
     """
     while "{" not in text and len(text) <= _LONGEST_HEAD:
         text += yield
-    head, brace, rest = text.partition("{")
-    if len(head) > _LONGEST_HEAD:
-        raise ValueError("no arguments")
-    writer.start(name(head))
+    before, brace, rest = text.partition("{")
+    match = head.match(before) if len(before) <= _LONGEST_HEAD else None
+    name = next(filter(None, match.groups()), "").strip() if match else ""
+    if not name:
+        raise ValueError("no name of a function")
+    writer.start(name)
     return (yield from bracketed(brace + rest, writer.arguments))
 
 
@@ -146,18 +148,6 @@ def _parameter(tag: Mapping[str, str | None], value: str, tags: ParameterTags, s
 
 
 Calls = list[tuple[str, dict[str, Any]]]
-
-
-def whole_body(writer: CallWriter, end: str, read: Callable[[str], Calls]) -> Reading:
-    """Reads text at once when the tag ``end`` completes it: Gemma 4.
-
-    ``read`` returns the calls in the text, each a name and its arguments. It raises ValueError.
-    """
-    parts: list[str] = []
-    rest = yield from up_to("", end, parts.append)
-    for name, arguments in read("".join(parts)):
-        writer.call(name, arguments)
-    return rest
 
 
 def python_body(writer: CallWriter) -> Reading:
@@ -219,14 +209,17 @@ def _json_literal(tree: ast.expr | None) -> Any:
     return value
 
 
-def gemma_calls(text: str) -> Calls:
-    """Returns the call in Gemma 4's form, ``call:name{key:<|"|>text<|"|>,count:2}``. Raises ValueError."""
-    head, brace, body = text.strip().partition("{")
+def gemma_body(writer: CallWriter) -> Reading:
+    """Reads a call of Gemma 4, ``call:name{key:<|"|>text<|"|>,count:2}<tool_call|>``, once it is complete."""
+    parts: list[str] = []
+    rest = yield from up_to("", "<tool_call|>", parts.append)
+    head, brace, body = "".join(parts).strip().partition("{")
     kind, _, name = head.partition(":")
     if kind != "call" or not name or not brace:
         raise ValueError("no call")
     arguments = json.loads("{" + _GEMMA_WORDS.sub(lambda m: dumps(m[1] if m[2] is None else m[2]), body))
-    return [(name.strip(), arguments)]
+    writer.call(name.strip(), arguments)
+    return rest
 
 
 def json_body(writer: CallWriter, strict: bool = False, text: str = "") -> Reading:

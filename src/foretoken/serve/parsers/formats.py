@@ -14,12 +14,11 @@ from foretoken.serve.parsers.call_bodies import (
     ParameterTags,
     Reading,
     Schemas,
-    gemma_calls,
+    gemma_body,
     head_body,
     json_body,
     parameter_body,
     python_body,
-    whole_body,
 )
 from foretoken.serve.parsers.output_parsers import (
     HARMONY_TAGS,
@@ -32,30 +31,12 @@ from foretoken.serve.parsers.output_parsers import (
 )
 from foretoken.serve.parsers.values import schema_types
 
-
-def _kimi_name(head: str) -> str:
-    """Returns the name in ``functions.NAME:INDEX<|tool_call_argument_begin|>``."""
-    match = re.match(r"\s*(?:functions\.)?(.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*\Z", head, re.DOTALL)
-    return _name(match)
-
-
-def _deepseek_name(head: str) -> str:
-    """Returns the name in V3's ``function<sep>NAME`` before a block of JSON, or V3.1's ``NAME<sep>``."""
-    match = re.match(r"\s*(?:function<｜tool▁sep｜>(.+?)\s*```(?:json)?|(.+?)<｜tool▁sep｜>)\s*\Z", head, re.DOTALL)
-    return _name(match)
-
-
-def _mistral_name(head: str) -> str:
-    """Returns the name in ``NAME``, ``NAME[ARGS]`` or ``NAME[CALL_ID]id[ARGS]``."""
-    return _name(re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*\Z", head))
-
-
-def _name(match: re.Match[str] | None) -> str:
-    name = next((group for group in match.groups() if group), "").strip() if match else ""
-    if not name:
-        raise ValueError("no name of a function")
-    return name
-
+# heads of calls, with the function's name in one group
+_KIMI = re.compile(r"\s*(?:functions\.)?(.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*\Z", re.DOTALL)
+# V3's ``function<sep>NAME`` before a block of JSON, or V3.1's ``NAME<sep>``
+_DEEPSEEK = re.compile(r"\s*(?:function<｜tool▁sep｜>(.+?)\s*```(?:json)?|(.+?)<｜tool▁sep｜>)\s*\Z", re.DOTALL)
+# ``NAME``, ``NAME[ARGS]`` or ``NAME[CALL_ID]id[ARGS]``
+_MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*\Z")
 
 _QWEN_CODER = ParameterTags(
     name=re.compile(r"\s*([^>\n]+)>"),
@@ -89,7 +70,7 @@ def _mistral_body(writer: CallWriter) -> Reading:
     text = ""
     while not (text := text.lstrip()):
         text = yield
-    return (yield from (json_body(writer, text=text) if text[0] in "[{" else head_body(writer, _mistral_name, text)))
+    return (yield from (json_body(writer, text=text) if text[0] in "[{" else head_body(writer, _MISTRAL, text)))
 
 
 _BARE = {"{": partial(json_body, strict=True)}
@@ -107,7 +88,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
     ),
     "glm45": CallFormat({"<tool_call>": partial(parameter_body, tags=_GLM)}),
     "deepseek_v3": CallFormat(
-        {"<｜tool▁call▁begin｜>": partial(head_body, name=_deepseek_name)},
+        {"<｜tool▁call▁begin｜>": partial(head_body, head=_DEEPSEEK)},
         ("<｜tool▁calls▁begin｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     ),
     "deepseek_v32": CallFormat(
@@ -121,13 +102,13 @@ CALL_FORMATS: dict[str, CallFormat] = {
         {'<invoke name="': partial(parameter_body, tags=_MINIMAX)}, ("<minimax:tool_call>", "</minimax:tool_call>")
     ),
     "kimi_k2": CallFormat(
-        {"<|tool_call_begin|>": partial(head_body, name=_kimi_name)},
+        {"<|tool_call_begin|>": partial(head_body, head=_KIMI)},
         ("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
     ),
     "mistral": CallFormat({"[TOOL_CALLS]": _mistral_body}),
     "granite": CallFormat({"<|tool_call|>": json_body, "<tool_call>": json_body}, ("</tool_call>",)),
     "phi4_mini": CallFormat({"functools": json_body, "<|tool_call|>": json_body}, ("<|/tool_call|>",)),
-    "gemma4": CallFormat({"<|tool_call>": partial(whole_body, end="<tool_call|>", read=gemma_calls)}),
+    "gemma4": CallFormat({"<|tool_call>": gemma_body}),
     "auto": CallFormat({"<tool_call>": json_body}, ("</tool_call>", "<|python_tag|>"), _BARE),
 }
 """Formats of calls by the names of vLLM's parsers. ``auto`` reads Hermes' and Llama 3's form."""
