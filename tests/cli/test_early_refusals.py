@@ -34,7 +34,8 @@ CASES: list[tuple[str, str]] = [
     ("generate x --top-p inf", "--top-p must be a finite number, got inf"),
     ("generate x --n 0", "n must be"),
     ("generate x --max-tokens 0", "max_tokens must be"),
-    ("generate x --exactness perhaps", "exactness must be one of"),
+    ("generate x --top-p 0", "top_p must be"),
+    ("generate x --exactness perhaps", "exactness must be one of distribution, trajectory, lossy-typical"),
     ("generate x --dtype float7", "dtype 'float7' is not known"),
     ("generate x --quantization int3", "quantization 'int3' is not known"),
     ("generate x --weight-format zip", "weight_format 'zip' is not known"),
@@ -43,8 +44,14 @@ CASES: list[tuple[str, str]] = [
     ("generate x --tensor-parallel-size 0", "tensor_parallel_size must be"),
     ('generate x --speculative-config {"method":"ngrm"}', "speculative method 'ngrm' is not known"),
     ("generate x --speculative-config {", "--speculative-config is not JSON"),
+    ("generate x --speculative-config []", "--speculative-config must be a JSON object"),
+    ('generate x --speculative-config {"method":"magic"}', "known: draft_model"),
     ("generate x --prediction-file /no/such/file", "cannot read the prediction"),
-    ("generate x --html /no/such/folder/page", "expected the name of a file in a folder that exists"),
+    *(
+        (f"{command} --html {file}", f"--html {file}: expected the name of a file in a folder that exists")
+        for command in ("generate x", "plan", "audit", "bench race")
+        for file in ("/no/such/folder/page.html", ".")
+    ),
     ("chat --temperature nan", "--temperature must be a finite number"),
     ("chat --top-p 2", "top_p must be"),
     ("chat --method telepathy", "speculative method 'telepathy' is not known"),
@@ -52,10 +59,15 @@ CASES: list[tuple[str, str]] = [
     ("serve --request-timeout nan", "--request-timeout"),
     ("serve --replica-cpus nan --replicas 1", "--replica-cpus must be a finite number"),
     ("serve --log-level loud", "--log-level must be one of"),
-    ("serve --kv-cache-memory-bytes lots", "--kv-cache-memory-bytes must be a size"),
+    ("serve --kv-cache-memory-bytes lots", "--kv-cache-memory-bytes must be a size such as 2GiB"),
+    ("serve --response-store some", "--response-store must be a size"),
+    ("serve --response-store 0", "--response-store must be at least 1"),
+    ("serve --chat-template /no/such/file", "cannot read the chat template"),
+    ("serve --speculative-config {", "not JSON"),
     ("serve --max-replicas 2", "need --replicas"),
-    ("serve --replicas 3 --max-replicas 2", "must be at least --replicas"),
+    ("serve --replicas 3 --max-replicas 2", "--max-replicas (2) must be at least --replicas (3)"),
     ("serve --replicas 2 --tensor-parallel-size 2", "cannot be combined"),
+    ("serve --replicas 2 --response-store 9", "responses are kept by one process"),
     ("serve --lora-modules a=x --tensor-parallel-size 2", "LoRA adapters are computed by the compiled runtime"),
     ("serve --lora-modules a=x --backend hf", "LoRA adapters are computed by the compiled runtime"),
     ("serve --port 0 --allowed-host http://a", "--allowed-host must be a host name"),
@@ -103,8 +115,9 @@ def test_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        [(code, line, imported)] = refusals([["serve", "--port", str(taken.getsockname()[1])]])
-    assert code == 1 and "Address already in use; choose another with --host or --port" in line
+        port = str(taken.getsockname()[1])
+        [(code, line, imported)] = refusals([["serve", "--port", port]])
+    assert code == 1 and f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another" in line
     assert imported == []
 
 
@@ -141,6 +154,12 @@ MODEL = f"{ENDPOINT} --model m"
 DURATION = "a time such as 90s, 5m or 1h"
 
 REFUSED = {
+    "generate ''": "the prompt is empty",
+    "generate a --model /no/such/folder": "there is no folder '/no/such/folder'",
+    """generate a --speculative-config '{"metod": 1}'""": "unknown key(s) in speculative_config: metod; known: method",
+    "generate a --device abacus": "device 'abacus' is not known",
+    "serve --port 0 --api-key ''": "--api-key must not be empty",
+    "serve --port 0 --model /no/such/model": "there is no folder '/no/such/model'",
     "audit --budget soon": f"--budget must be {DURATION}, got 'soon'",
     "audit --budget 0s": f"--budget must be {DURATION}, got '0s'",
     "audit --temperature 0 --budget 1s": "temperature must be a number of at least 0.05, got 0.0",

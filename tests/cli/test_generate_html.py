@@ -36,10 +36,3 @@ def test_several_completions_each_have_a_part(run, pair, tmp_path):
     assert run("generate", "a", *LENGTH, "-n", "2", "--temperature", "1", "--html", str(file)).code == 0
     heads = [head.text for head in read(file).iter("h2")]
     assert heads[:2] == ["Completion 1 of 2", "Completion 2 of 2"]
-
-
-@pytest.mark.parametrize("name", ["no/such/folder/x.html", "."])
-def test_a_page_that_cannot_be_kept_is_refused_before_any_work(run, pair, tmp_path, name):
-    result = run("generate", "a", *LENGTH, "--html", str(tmp_path / name))
-    assert (result.code, result.out) == (1, "")
-    assert result.err.startswith("foretoken: error: --html ")

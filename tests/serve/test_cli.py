@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -24,14 +23,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return said[0]
 
 
-def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(capsys, "--port", port)
-
-
 def test_a_broken_chat_template_is_refused_before_a_model_is_loaded(capsys, tmp_path):
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
     (tmp_path / "models.json").write_text('[{"model": "/none", "chat_template": "broken.jinja"}]')
@@ -47,25 +38,6 @@ def test_keys_share_a_cache_where_the_operator_says_so(capsys, monkeypatch, flag
 
     monkeypatch.setattr(command, "ServerSettings", settings)
     assert "seen" in refused(capsys, "--api-key", "a", "--api-key", "b", *flags)
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--host", "no.such.host.invalid"], "cannot listen"),
-        (["--port", "0", "--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes must be a size such as 2GiB"),
-        (["--port", "0", "--chat-template", "/no/such/file"], "cannot read the chat template"),
-        (["--port", "0", "--speculative-config", "{"], "not JSON"),
-        (["--port", "0", "--log-level", "loud"], "--log-level"),
-        (["--port", "0", "--api-key", ""], "must not be empty"),
-        (["--port", "0", "--model", "/no/such/model"], "/no/such/model"),
-        (["--port", "0", "--methods", "telepathy"], "telepathy"),
-        (["--port", "0", "--response-store", "some"], "--response-store must be a size"),
-        (["--port", "0", "--response-store", "0"], "--response-store must be at least 1"),
-    ],
-)
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    assert words in refused(capsys, *arguments)
 
 
 def test_without_the_extra() -> None:

@@ -18,7 +18,6 @@ from tests.serve.test_keys import bearer, made
 from tests.serve.test_replicas_replay import completion, texts
 
 from foretoken import LLM, SamplingParams
-from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.json_body import read_object
 from foretoken.serve.metrics import replica_metrics
@@ -382,21 +381,6 @@ def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
 def test_replicas_draw_other_numbers() -> None:
     assert len({replica_seed(seed, name) for seed in (0, 1) for name in "ab"}) == 4
     assert replica_seed(3, "a") == replica_seed(3, "a")
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--max-replicas", "2"], "need --replicas"),
-        (["--replicas", "3", "--max-replicas", "2"], "--max-replicas (2) must be at least --replicas (3)"),
-        (["--replicas", "2", "--tensor-parallel-size", "2"], "cannot be combined"),
-        (["--replicas", "2", "--response-store", "9"], "responses are kept by one process"),
-    ],
-)
-def test_invalid_arguments_of_the_command_are_refused(capsys, arguments, words):
-    with pytest.raises(SystemExit) as caught:
-        main(["serve", "--port", "0", *arguments])
-    assert caught.value.code == 1 and words in capsys.readouterr().err
 
 
 def test_without_ray() -> None:
