@@ -241,9 +241,6 @@ class FileWriter:
         self._writer.write_tensor_data(np.ascontiguousarray(rows.numpy()))
         return decoded(data, kind)
 
-    def finish(self) -> None:
-        """Does nothing: all tensors are written."""
-
     def close(self) -> None:
         self._writer.close()
 

@@ -66,10 +66,8 @@ class FolderWriter:
             return self._keep({name: tensor.contiguous()}, tensor)
         return self._keep(*self._groups(stem, tensor, quantizer, rounding))
 
-    def close(self) -> None:
-        """Does nothing: files are open only while they are written."""
-
     def finish(self) -> None:
+        """Completes the checkpoint after the last tensor."""
         self._shards.close()
         self._config.pop("quantization_config", None)
         if self._scheme.quantizer is not None:

@@ -5,11 +5,11 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,19 +42,12 @@ _HEADS = re.compile(r"fc\.weight|(medusa_heads?\.)?[0-9]+\.0\.(linear\.)?weight|
 
 @dataclass(frozen=True, slots=True)
 class SourceCheckpoint:
-    """A checkpoint.
+    """A checkpoint."""
 
-    Attributes:
-        path: folder or GGUF file.
-        config: config.json, without a quantization.
-        tensors: tensors by name, read on access; quantized ones as floats.
-        shapes: their shapes, in the order of writing.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    tensors: Mapping[str, Tensor]
-    shapes: dict[str, tuple[int, ...]]
+    path: Path  # folder or GGUF file
+    config: dict[str, Any]  # config.json, without a quantization
+    tensors: Mapping[str, Tensor]  # tensors by name, read on access; quantized ones as floats
+    shapes: dict[str, tuple[int, ...]]  # their shapes, in the order of writing
 
     @staticmethod
     def open(path: Path, scheme: Scheme) -> "SourceCheckpoint":
@@ -150,40 +143,20 @@ def _order_key(name: str) -> tuple[int, Any, str]:
 
 
 Progress = Callable[[float, str], None]
+Put = Callable[[str, Tensor, Rounding], Tensor]
+"""Writes a tensor by name, and returns its values as they are read back."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """The written checkpoint.
+    """The written checkpoint."""
 
-    Attributes:
-        path: the folder or file.
-        scheme: the requested scheme.
-        bytes_before: bytes of the weights that were read.
-        bytes_after: bytes of the weights that were written.
-        seconds: duration.
-        losses: losses on held-out windows of the calibration text; None without such a text.
-    """
-
-    path: Path
-    scheme: str
-    bytes_before: int
-    bytes_after: int
-    seconds: float
-    losses: Losses | None = None
-
-
-class CheckpointWriter(Protocol):
-    """Writes the tensors of a checkpoint in their order."""
-
-    def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
-        """Writes a tensor. Returns its values as they are read back."""
-
-    def finish(self) -> None:
-        """Completes the checkpoint after the last tensor."""
-
-    def close(self) -> None:
-        """Closes open files."""
+    path: Path  # the folder or file
+    scheme: str  # the requested scheme
+    bytes_before: int  # bytes of the weights that were read
+    bytes_after: int  # bytes of the weights that were written
+    seconds: float  # duration
+    losses: Losses | None = None  # on held-out windows of the calibration text; None without such a text
 
 
 @torch.inference_mode()
@@ -224,21 +197,24 @@ def quantize_checkpoint(
     model = SourceCheckpoint.open(path, chosen)
     text = None if calibration is None else model.calibration(calibration, chosen)
     destination = target.file() if chosen.gguf else target.folder()
-    with destination as partial, closing(_writer(model, partial, chosen, lm_head)) as writer:
-        losses = stream(model, writer, text, lm_head and chosen.quantizer is not None, progress)
-        writer.finish()
+    with destination as partial, _writer(model, partial, chosen, lm_head) as put:
+        losses = stream(model, put, text, lm_head and chosen.quantizer is not None, progress)
     seconds = time.perf_counter() - started
     return QuantizedCheckpoint(
         target.path, chosen.name, _weight_bytes(path), _weight_bytes(target.path), seconds, losses
     )
 
 
-def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -> CheckpointWriter:
+@contextmanager
+def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -> Iterator[Put]:
+    """Yields a function that writes a tensor; all of them must be written in their order."""
     if scheme.gguf:
         described = model.described()
         with tempfile.TemporaryDirectory() as scratch:
             described.check(Path(scratch), planned(described, scheme.name, model.shapes))
-        return FileWriter(out, described, scheme.name, model.shapes)
+        with closing(FileWriter(out, described, scheme.name, model.shapes)) as file:
+            yield file.put
+        return
     config = model.config
     if is_gguf(model.path):
         config = exported_config(config, model.path, model.shapes)
@@ -246,21 +222,23 @@ def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -
     else:
         copy_files(model.path, out)
     write_json(out / "provenance.json", {"quantized_from": model.path.name, "scheme": scheme.name})
-    return FolderWriter(out, config, scheme, lm_head)
+    folder = FolderWriter(out, config, scheme, lm_head)
+    yield folder.put
+    folder.finish()
 
 
 @torch.inference_mode()
 def stream(
     model: SourceCheckpoint,
-    writer: CheckpointWriter,
+    put: Put,
     text: Calibration | None,
     lm_head: bool,
     progress: Progress = lambda fraction, task: None,
 ) -> Losses | None:
-    """Passes all tensors to the writer, and the text through each layer.
+    """Writes all tensors, and passes the text through each layer.
 
     Args:
-        writer: takes the tensors, and returns the values that the next layers see.
+        put: takes a tensor, and returns the values that the next layers see.
         lm_head: whether a tied head is written besides the embedding.
         progress: see ``quantize_checkpoint``.
 
@@ -272,9 +250,9 @@ def stream(
     done = 0
     for layer, tensors in model.parts():
         curvatures = text.curvatures(layer, tensors) if text is not None and layer is not None else {}
-        values = {name: writer.put(name, tensor, Rounding(curvatures.get(name))) for name, tensor in tensors.items()}
+        values = {name: put(name, tensor, Rounding(curvatures.get(name))) for name, tensor in tensors.items()}
         if lm_head and model.tied and EMBEDDING in tensors:
-            values[HEAD] = writer.put(HEAD, tensors[EMBEDDING], Rounding())
+            values[HEAD] = put(HEAD, tensors[EMBEDDING], Rounding())
         if text is not None and layer is not None:
             text.advance(layer, values)
         elif text is not None:
