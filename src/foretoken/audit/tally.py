@@ -14,9 +14,11 @@ Power is stated at the level at which a test is used, a Bonferroni share of ``AL
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,66 +139,54 @@ class Statistic:
     what: str
 
 
+class TokenFigures(NamedTuple):
+    """Figures of the tokens of a text, by name: (excess, variance), each [n], and uniforms in [0, 1], [n]."""
+
+    sums: dict[str, tuple[Tensor, Tensor]]
+    uniforms: dict[str, Tensor]
+
+
 @dataclass(slots=True)
 class Group:
     """Statistics of one group of tokens. Groups depend only on what is known before the tokens are sampled."""
 
     name: str
     tokens: int = 0
-    surprise: Sum = field(default_factory=Sum)
-    top: Sum = field(default_factory=Sum)
-    unlikely: Sum = field(default_factory=Sum)
+    sums: dict[str, Sum] = field(default_factory=lambda: defaultdict(Sum))
     toward: Sum = field(default_factory=Sum)
-    ranks: list[int] = field(default_factory=lambda: [0] * BINS)
-    places: list[int] = field(default_factory=lambda: [0] * BINS)
+    bins: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * BINS))
 
-    def add(self, parts: "Parts", at: Sequence[int]) -> None:
+    def add(self, figures: TokenFigures, at: Sequence[int]) -> None:
         """Adds the tokens at positions ``at`` of a text."""
         if not at:
             return
         rows = torch.tensor(list(at))
         self.tokens += len(at)
-        for total, (excess, variance) in (
-            (self.surprise, parts.surprise),
-            (self.top, parts.top),
-            (self.unlikely, parts.unlikely),
-        ):
-            total.excess += float(excess[rows].sum())
-            total.variance += float(variance[rows].sum())
-        for bins, uniform in ((self.ranks, parts.ranks), (self.places, parts.places)):
+        for name, (excess, variance) in figures.sums.items():
+            self.sums[name].excess += float(excess[rows].sum())
+            self.sums[name].variance += float(variance[rows].sum())
+        for name, uniform in figures.uniforms.items():
             for index in (uniform[rows] * BINS).long().clamp(max=BINS - 1).tolist():
-                bins[index] += 1
+                self.bins[name][index] += 1
 
     def statistics(self, level: float) -> list[Statistic]:
         """Returns the tests that have enough tokens. level: significance level at which power is stated."""
         statistics = []
-        for name, bins in (("ranks", self.ranks), ("places", self.places)) if self.tokens >= 5 * BINS else ():
+        for name, bins in self.bins.items() if self.tokens >= 5 * BINS else ():
             fit = g_test(bins, [self.tokens / BINS] * BINS, level)
             what = f"probability moved between {name}"
             statistics.append(Statistic(f"{self.name}: {name}", fit.statistic, fit.dof, fit.p_value, fit.moved, what))
-        rates = (("surprise", self.surprise), ("likeliest token", self.top), ("unlikely tokens", self.unlikely))
-        for name, own in rates:
-            if own.variance >= MIN_VARIANCE:
-                finds = detectable(level) * math.sqrt(own.variance) / self.tokens
-                what = "nats a token" if own is self.surprise else "change of the rate"
-                statistics.append(_normal(f"{self.name}: {name}", own, finds, what))
+        for name, total in self.sums.items():
+            if total.variance >= MIN_VARIANCE:
+                finds = detectable(level) * math.sqrt(total.variance) / self.tokens
+                what = "nats a token" if name == "surprise" else "change of the rate"
+                statistics.append(_normal(f"{self.name}: {name}", total, finds, what))
         if self.toward.shift > 0.0 and self.toward.variance >= 1.0:
             finds = detectable(level) * math.sqrt(self.toward.variance) / self.toward.shift
             statistics.append(
                 _normal(f"{self.name}: toward the draft", self.toward, min(1.0, finds), "of the draft's distribution")
             )
         return statistics
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Per-token figures of a text: (excess, variance), each [n]; ranks and places [n] in [0, 1]."""
-
-    surprise: tuple[Tensor, Tensor]
-    top: tuple[Tensor, Tensor]
-    unlikely: tuple[Tensor, Tensor]
-    ranks: Tensor
-    places: Tensor
 
 
 @dataclass(slots=True)
@@ -226,13 +216,13 @@ class TokenTally:
             reference: [n, V], see ``Audited.reference``.
         """
         n = len(text.tokens)
-        parts = token_figures(probs, torch.tensor(text.tokens), spread)
-        self.everything.add(parts, range(n))
+        figures = token_figures(probs, torch.tensor(text.tokens), spread)
+        self.everything.add(figures, range(n))
         if reference is not None:
             for at in range(n):
                 _toward(self.everything.toward, probs[at], reference[at], text.tokens[at])
         for behind, group in enumerate(self.behind):
-            group.add(parts, [r.position + behind for r in text.steps if r.position + behind < n])
+            group.add(figures, [r.position + behind for r in text.steps if r.position + behind < n])
         for one in text.steps:
             self.steps += 1
             self.drafted += one.drafted
@@ -245,7 +235,7 @@ class TokenTally:
         return [statistic for group in (self.everything, *self.behind) for statistic in group.statistics(level)]
 
 
-def token_figures(probs: Tensor, tokens: Tensor, spread: Tensor) -> Parts:
+def token_figures(probs: Tensor, tokens: Tensor, spread: Tensor) -> TokenFigures:
     """Returns the per-token figures. probs: float64 [n, V]; tokens, spread: [n]."""
     prob = probs.gather(1, tokens[:, None]).squeeze(1)
     entropies = torch.special.entr(probs)
@@ -257,12 +247,14 @@ def token_figures(probs: Tensor, tokens: Tensor, spread: Tensor) -> Parts:
     likelier = probs > prob[:, None]
     before = torch.arange(probs.shape[1]) < tokens[:, None]
     likelier |= (probs == prob[:, None]) & before
-    return Parts(
-        surprise=(drawn - entropy, (-entropies * logs).sum(-1) - entropy.square()),
-        top=((tokens == best).double() - top, top * (1.0 - top)),
-        unlikely=((prob < UNLIKELY).double() - small, small * (1.0 - small)),
-        ranks=torch.where(likelier, probs, 0.0).sum(-1) + spread * prob,
-        places=torch.where(before, probs, 0.0).sum(-1) + spread * prob,
+    sums = {
+        "surprise": (drawn - entropy, (-entropies * logs).sum(-1) - entropy.square()),
+        "likeliest token": ((tokens == best).double() - top, top * (1.0 - top)),
+        "unlikely tokens": ((prob < UNLIKELY).double() - small, small * (1.0 - small)),
+    }
+    masses = {"ranks": likelier, "places": before}
+    return TokenFigures(
+        sums, {name: torch.where(mask, probs, 0.0).sum(-1) + spread * prob for name, mask in masses.items()}
     )
 
 
