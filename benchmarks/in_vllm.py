@@ -34,12 +34,12 @@ from foretoken import zoo
 from foretoken.bench.output import cores, listing, report
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.registry import OURS, PEERS
-from foretoken.bench.peers.worker import PeerError, start
+from foretoken.bench.peers.worker import PeerError, PeerWorker, start
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.cli.checkpoints import convert
 from foretoken.cli.plan import OURS as OUR_CLASS
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer
-from foretoken.plan.vllm import Bench, PromptCompleter, VllmCandidate
+from foretoken.plan.vllm import Bench, VllmCandidate
 from foretoken.quantize import quantize_checkpoint
 from options import Output, Prompts, Small, target_path
 
@@ -172,7 +172,7 @@ def folders(
 
 
 def ask_all(
-    asked: PromptCompleter, prompts: Sequence[Ids], depth: int, max_tokens: int, batch: int, what: str
+    asked: PeerWorker, prompts: Sequence[Ids], depth: int, max_tokens: int, batch: int, what: str
 ) -> list[Answer]:
     """Completes all prompts after a warm-up request, whose text is not kept in any store."""
     asked.answer(PeerRequest([prompts[0]], 8, depth=depth))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any
 
 from foretoken.bench.output import cores
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
@@ -117,16 +117,7 @@ class VllmRun:
         return tuple(after / before for before, after in pairwise(deeper) if before)
 
 
-class PromptCompleter(Protocol):
-    """Completes prompts and times the steps."""
-
-    def answer(self, request: PeerRequest) -> Answer:
-        """Completes the request's prompts. Returns the tokens and the times of the steps."""
-
-    def close(self) -> None: ...
-
-
-StartProcess = Callable[[VllmCandidate | None], PromptCompleter]
+StartProcess = Callable[[VllmCandidate | None], PeerWorker]
 """Starts the process of a lane, None for plain decoding."""
 
 
@@ -155,7 +146,7 @@ class Bench:
             )
         return [str(python), "-P", str(BOOT), "vllm"]
 
-    def start(self, lane: VllmCandidate | None) -> PromptCompleter:
+    def start(self, lane: VllmCandidate | None) -> PeerWorker:
         """Starts a process for all draft lengths of ``lane``, None for plain decoding."""
         engine = dict(self.engine)
         if lane is not None and lane.additional:
@@ -250,7 +241,7 @@ def answers(
 
 
 def _alternated(
-    bench: Bench, places: Sequence[tuple[str, int, PromptCompleter]], beside: str, prompts: Sequence[Sequence[int]]
+    bench: Bench, places: Sequence[tuple[str, int, PeerWorker]], beside: str, prompts: Sequence[Sequence[int]]
 ) -> Iterator[Answers]:
     """Runs all places (lane, draft length, process) on every group of prompts, in rotating order."""
     for temperature in bench.temperatures:

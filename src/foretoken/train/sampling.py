@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +27,8 @@ MAX_BATCH = 4096
 MAX_TURN = 448  # tokens; a greedy answer of a small model may never end
 
 
-class DecodeSteps(Protocol):
-    """Decodes a batch of sequences."""
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Appends tokens [B, n], and returns the logits [B, V] of the next ones."""
+DecodeSteps = Callable[[Tensor], Tensor]
+"""Appends tokens [B, n] to a batch of sequences, and returns the logits [B, V] of the next ones."""
 
 
 class ModelSteps:
