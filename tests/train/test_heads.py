@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core import progress as reporting
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.models.base import Model
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.loading import load_block, load_eagle, load_mtp
 from foretoken.models.heads.medusa import read_blockwise
@@ -40,9 +41,7 @@ from foretoken.train.config import (
 from foretoken.train.data import Corpus
 from foretoken.train.eagle import Eagle3Head, PEagleHead
 from foretoken.train.frozen_target import FrozenTarget, TrainBatch
-from foretoken.train.head import Head
 from foretoken.train.heads import MODULES, train_head
-from foretoken.train.mtp import MtpHead
 from foretoken.train.shapes import LlamaShape
 from foretoken.train.target import train_target
 
@@ -121,95 +120,92 @@ def test_the_formats_are_those_that_proposers_read(target: Path, corpus: Corpus,
 
 
 def test_a_trained_mtp_layer_drafts_as_it_was_trained(target: Path, corpus: Corpus, tmp_path: Path) -> None:
-    """The runtime's logits are those of the training's forward pass, at the first token and where it is chained."""
     train("mtp", tmp_path / "mtp", target, corpus)
-    model, ids = load_model(target, "float32", "cpu"), list(range(3, 20))
-    loaded = load_mtp(model, None, tmp_path / "mtp", target)
-    assert loaded.states.after is None and loaded.taps == (model.num_layers,)  # the file says what it reads
-    (scores,) = model.score([model.open(ids)], [Draft.empty()], loaded.taps)
-    states, frozen = scores.taps[model.num_layers], FrozenTarget(target, torch.device("cpu"))
-    head = MtpHead(SETTINGS["mtp"], frozen, torch.ones(frozen.vocab))
-    expected = _logits(head, tmp_path / "mtp", frozen, ids, states[:, None], (model.num_layers,))
-    net, close = loaded.net, {"rtol": 1e-3, "atol": 1e-3}
+    loaded, states, expected = runtime_and_training(
+        "mtp", SETTINGS["mtp"], tmp_path / "mtp", target, lambda model: load_mtp(model, None, tmp_path / "mtp", target)
+    )
+    assert loaded.states.after is None and loaded.taps == (4,)  # the file says what it reads
     for row in (0, 5, 13):
-        handle = net.open()
-        net.extend(handle, ids[1 : row + 2], states[: row + 1])
-        logits = [*net.catch_up([handle]), *net.grow([handle], [Draft.chain(ids[row + 2 : row + 3])])]
-        logits += net.grow([handle], [Draft.chain(ids[row + 2 : row + 4])])
-        for depth in range(3):
-            torch.testing.assert_close(logits[depth][0], expected[depth][0, row], **close)
+        compare_chain(loaded.net, states, row, [logits[0, row] for logits in expected])
 
 
 def test_a_trained_p_eagle_head_drafts_as_it_was_trained(target: Path, corpus: Corpus, tmp_path: Path) -> None:
-    """The runtime's logits of all positions are those of the training's forward pass."""
     train("peagle", tmp_path / "peagle", target, corpus)
-    model, ids, stored = load_model(target, "float32", "cpu"), list(range(3, 23)), read_eagle(tmp_path / "peagle")
-    loaded, frozen = load_eagle(model, None, tmp_path / "peagle", target), FrozenTarget(target, torch.device("cpu"))
-    layers = (*sorted(set(loaded.taps)), model.num_layers)
-    (scores,) = model.score([model.open(ids)], [Draft.empty()], layers)
-    states = torch.stack([scores.taps[i] for i in layers], dim=1)
-    settings = replace(SETTINGS["peagle"], mask_token=stored.mask_token)
-    head = PEagleHead(settings, frozen, torch.bincount(stored.ids(), minlength=frozen.vocab))
-    expected = _logits(head, tmp_path / "peagle", frozen, ids, states, layers)
-    features = loaded.net.features(torch.cat([scores.taps[i] for i in loaded.taps], dim=-1))
+    loaded, states, expected = runtime_and_training(
+        "peagle",
+        SETTINGS["peagle"],
+        tmp_path / "peagle",
+        target,
+        lambda model: load_eagle(model, None, tmp_path / "peagle", target),
+    )
+    net, features = loaded.net, loaded.net.features(states)
     for row in (0, 4, 16):
-        handle = loaded.net.open()
-        loaded.net.extend(handle, ids[1 : row + 2], features[: row + 1])
-        masks = [Draft.chain([stored.mask_token] * 2)]
-        loaded.net.mask = loaded.net.mask_row()
-        (logits,) = loaded.net.look_ahead([handle], masks)
+        handle = net.open()
+        net.extend(handle, IDS[1 : row + 2], features[: row + 1])
+        net.mask = net.mask_row()
+        (logits,) = net.look_ahead([handle], [Draft.chain([net.head.mask_token] * 2)])
         for depth in range(3):
             torch.testing.assert_close(logits[depth], expected[depth][0, row // 4], rtol=1e-3, atol=1e-3)
 
 
 def test_a_trained_eagle_31_head_drafts_as_it_was_trained(target: Path, corpus: Corpus, tmp_path: Path) -> None:
-    """The runtime's logits along a chain are those of the training's forward pass."""
     settings = replace(SETTINGS["eagle3"], normed=True)
-    train_head("eagle3", RunOptions(tmp_path / "head", "cpu"), target, corpus, settings, CONFIG, DATA)
-    model, ids = load_model(target, "float32", "cpu"), list(range(3, 23))
-    loaded, frozen = load_eagle(model, None, tmp_path / "head", target), FrozenTarget(target, torch.device("cpu"))
+    head = tmp_path / "head"
+    train_head("eagle3", RunOptions(head, "cpu"), target, corpus, settings, CONFIG, DATA)
+    loaded, states, expected = runtime_and_training(
+        "eagle3", settings, head, target, lambda model: load_eagle(model, None, head, target)
+    )
     assert loaded.net.head.fc_norm and loaded.net.head.norm_output
-    layers = tuple(sorted({*loaded.taps, model.num_layers}))
-    (scores,) = model.score([model.open(ids)], [Draft.empty()], layers)
-    states = torch.stack([scores.taps[i] for i in layers], dim=1)
-    head = Eagle3Head(settings, frozen, torch.arange(frozen.vocab))
-    head.vocabulary = loaded.net.head.ids()
-    expected = _logits(head, tmp_path / "head", frozen, ids, states, layers)
-    features = loaded.net.features(torch.cat([scores.taps[i] for i in loaded.taps], dim=-1))
     for row in (0, 5, 12):
-        handle = loaded.net.open()
-        loaded.net.extend(handle, ids[1 : row + 2], features[: row + 1])
-        logits = loaded.net.catch_up([handle])
-        for depth in (1, 2):
-            logits += loaded.net.grow([handle], [Draft.chain(ids[row + 2 : row + 2 + depth])])
-        for depth in range(3):
-            torch.testing.assert_close(logits[depth][0], expected[depth][0, row], rtol=1e-3, atol=1e-3)
+        compare_chain(loaded.net, loaded.net.features(states), row, [logits[0, row] for logits in expected])
 
 
 @pytest.mark.parametrize("role", ["jetspec", "dspark"])
 def test_a_trained_block_drafter_drafts_as_it_was_trained(role, target, corpus, tmp_path):
-    """The runtime's logits along a chain are those of the training's forward pass."""
     settings = replace(SETTINGS["dspark"], gated=True) if role == "dspark" else SETTINGS[role]
     train_head(role, RunOptions(tmp_path / role, "cpu"), target, corpus, settings, CONFIG, DATA)
     arguments = json.loads((tmp_path / role / "provenance.json").read_text())["command"]
     assert ("--gated --" in arguments) == (role == "dspark")
-    model, ids = load_model(target, "float32", "cpu"), list(range(3, 23))
-    loaded, frozen = load_block(role, model, tmp_path / role, target), FrozenTarget(target, torch.device("cpu"))
-    layers = (*loaded.taps, model.num_layers)
-    (scores,) = model.score([model.open(ids)], [Draft.empty()], layers)
-    settings = replace(settings, mask_token=loaded.net.head.mask_token)
-    head = MODULES[role](settings, frozen, torch.ones(frozen.vocab))
-    states = torch.stack([scores.taps[i] for i in layers], dim=1)
-    expected = _logits(head, tmp_path / role, frozen, ids, states, layers)
-    features = loaded.net.features(torch.cat([scores.taps[i] for i in loaded.taps], dim=-1))
+    loaded, states, expected = runtime_and_training(
+        role, settings, tmp_path / role, target, lambda model: load_block(role, model, tmp_path / role, target)
+    )
     for row in (0, 4, 12):
-        handle = loaded.net.open(ids[: row + 2])
-        loaded.net.extend(handle, ids[1 : row + 2], features[: row + 1])
-        logits = loaded.net.catch_up([handle])
-        for depth in (1, 2):
-            logits += loaded.net.grow([handle], [Draft.chain(ids[row + 2 : row + 2 + depth])])
-        for depth in range(3):
-            torch.testing.assert_close(logits[depth][0], expected[depth][0, row // 4], rtol=1e-3, atol=1e-3)
+        compare_chain(loaded.net, loaded.net.features(states), row, [logits[0, row // 4] for logits in expected])
+
+
+IDS = list(range(3, 23))
+
+
+@torch.no_grad()
+def runtime_and_training(
+    role: str, settings: Any, folder: Path, target: Path, load: Callable[[Model], Any]
+) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
+    """Returns the drafter of the runtime, the states that it reads, and the logits of the training's forward pass."""
+    model, frozen = load_model(target, "float32", "cpu"), FrozenTarget(target, torch.device("cpu"))
+    loaded = load(model)
+    layers = tuple(sorted({*loaded.taps, model.num_layers}))
+    (scores,) = model.score([model.open(IDS)], [Draft.empty()], layers)
+    stored = getattr(loaded.net, "head", None)
+    if (mask := getattr(stored, "mask_token", None)) is not None:
+        settings = replace(settings, mask_token=mask)
+    counts = torch.ones(frozen.vocab)
+    if role in ("eagle3", "peagle"):
+        counts[stored.ids()] += 1
+    head = MODULES[role](settings, frozen, counts)
+    head.eval().start(load_file(folder / "model.safetensors"))
+    batch = _batch(frozen, IDS, torch.stack([scores.taps[i] for i in layers], dim=1), layers)
+    return loaded, torch.cat([scores.taps[i] for i in loaded.taps], dim=-1), head(batch).logits
+
+
+def compare_chain(net: Any, features: torch.Tensor, row: int, expected: list[torch.Tensor]) -> None:
+    """Compares the logits of a chain behind a row with ``expected``, [V] at each depth."""
+    handle = net.open(IDS[: row + 2])
+    net.extend(handle, IDS[1 : row + 2], features[: row + 1])
+    logits = [*net.catch_up([handle])]
+    for depth in range(1, len(expected)):
+        logits += net.grow([handle], [Draft.chain(IDS[row + 2 : row + 2 + depth])])
+    for depth, row_logits in enumerate(expected):
+        torch.testing.assert_close(logits[depth][0], row_logits, rtol=1e-3, atol=1e-3)
 
 
 def test_deeper_positions_train_fewer_rows_with_the_logits_of_evaluation(target: Path) -> None:
@@ -266,15 +262,6 @@ def test_no_operator_of_a_training_step_reads_tensors_of_two_devices(role: str, 
 def _batch(frozen: FrozenTarget, ids: Sequence[int], states: torch.Tensor, layers: tuple[int, ...]) -> TrainBatch:
     """Returns one window. states: [T, len(layers), H]."""
     return TrainBatch(torch.tensor([list(ids)]), states[None], layers, frozen.embeddings.float(), frozen.head.float())
-
-
-@torch.no_grad()
-def _logits(
-    head: Head, folder: Path, frozen: FrozenTarget, ids: list[int], states: torch.Tensor, layers: tuple[int, ...]
-) -> list[torch.Tensor]:
-    """Returns the logits of the training's forward pass with the weights in ``folder``."""
-    head.eval().start(load_file(folder / "model.safetensors"))
-    return head(_batch(frozen, ids, states, layers)).logits
 
 
 @pytest.mark.slow

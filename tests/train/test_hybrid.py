@@ -20,7 +20,7 @@ from foretoken.models.loading import load_model
 from foretoken.train.config import HeadConfig, MtpTrainConfig, RunOptions
 from foretoken.train.data import Corpus
 from foretoken.train.draft import train_draft
-from foretoken.train.frozen_target import FrozenTarget, TrainBatch
+from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.heads import train_head
 from foretoken.train.hybrid import HYBRID, gated_delta_rule, short_convolution
 from foretoken.train.mtp import MtpHead
@@ -28,6 +28,7 @@ from foretoken.train.shapes import HybridShape
 from foretoken.train.target import train_target
 from foretoken.train.trainer import StackedMuon
 
+from .test_heads import compare_chain, runtime_and_training
 from .tiny import STEPS, TINY
 
 SMALL = HybridShape(
@@ -161,17 +162,8 @@ def test_the_mtp_layer_is_trained_further_and_drafts_as_it_was_trained(trained, 
     config = replace(STEPS, steps=2, window=24)
     data = HeadConfig(windows=6, held_out=2)
     train_head("mtp", RunOptions(out, "cpu"), trained, corpus, settings, config, data)
-    head.start(load_file(out / "model.safetensors"))
-    model, ids = load_model(trained, "float32", "cpu"), list(range(3, 20))
-    loaded = load_mtp(model, None, out, trained)
-    (scores,) = model.score([model.open(ids)], [Draft.empty()], loaded.taps)
-    states = scores.taps[model.num_layers]
-    batch = TrainBatch(torch.tensor([ids]), states[None, :, None], (4,), frozen.embeddings.float(), frozen.head.float())
-    with torch.no_grad():
-        expected = head(batch).logits
+    loaded, states, expected = runtime_and_training(
+        "mtp", settings, out, trained, lambda model: load_mtp(model, None, out, trained)
+    )
     for row in (0, 5, 13):
-        handle = loaded.net.open()
-        loaded.net.extend(handle, ids[1 : row + 2], states[: row + 1])
-        logits = [*loaded.net.catch_up([handle]), *loaded.net.grow([handle], [Draft.chain(ids[row + 2 : row + 3])])]
-        for depth in range(2):
-            torch.testing.assert_close(logits[depth][0], expected[depth][0, row], rtol=1e-3, atol=1e-3)
+        compare_chain(loaded.net, states, row, [logits[0, row] for logits in expected])
