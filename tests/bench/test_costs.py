@@ -33,17 +33,19 @@ def test_turns_are_interleaved_and_reset_is_not_timed():
     assert interleaved({"told": TimedTask(lambda: 2.0, burst=3)}, 2)["told"] == TimeSpread(2.0, 2.0, 2.0, 2)
 
 
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "vocab_size": 400,
+}
+
+
 def test_the_floor_streams_every_weight_of_the_model():
-    config = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_hidden_layers": 3,
-        "vocab_size": 400,
-    }
-    shapes = matrices(config)
+    shapes = matrices(CONFIG)
     by_hand = 3 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96) + 400 * 64
     assert sum(o * i for o, i in shapes) == by_hand
     for dtype in (torch.float32, torch.bfloat16):
@@ -53,15 +55,8 @@ def test_the_floor_streams_every_weight_of_the_model():
 @pytest.mark.parametrize(("quantization", "bits"), [("", 16), ("int8", 8)])
 def test_weights_are_counted_as_they_are_held(quantization, bits):
     """Weights of a model whose runner does not count them."""
-    config = {
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "vocab_size": 9,
-    }
-    loaded = Loaded(Path(), SimpleNamespace(dtype=torch.bfloat16), config, 0, quantization)
-    assert loaded.weights_bytes == bits // 8 * sum(rows * columns for rows, columns in matrices(config))
+    loaded = Loaded(Path(), SimpleNamespace(dtype=torch.bfloat16), CONFIG, 0, quantization)
+    assert loaded.weights_bytes == bits // 8 * sum(rows * columns for rows, columns in matrices(CONFIG))
 
 
 def test_the_scaled_pair_has_the_matrices_of_its_size():

@@ -10,7 +10,7 @@ from foretoken.bench import race as entering
 from foretoken.bench.grid import CELLS, DEFAULT, PROMPTS, GridCell, GridRecord, GridTask, Summary, prompts_of, run
 from foretoken.bench.page import claims, grid_page, line
 from foretoken.bench.peers.protocol import OWN_CHOICE, Setup
-from foretoken.bench.race import Pairing, RaceRow
+from foretoken.bench.race import RaceRow
 
 PICKED = ({"method": "draft_model", "num_speculative_tokens": 4}, {"method": "suffix", "num_speculative_tokens": 2})
 TASK = GridTask(count=2, max_tokens=8, repeats=1, picked=PICKED)
@@ -29,8 +29,8 @@ def encode(text: str) -> list[int]:
 
 
 def rows_of(cells: list[GridCell], record: GridRecord) -> dict[GridCell, list[RaceRow]]:
-    pairing = Pairing(Path("target"), Path("draft"), ())
-    return dict(run(cells, pairing, [], encode, TASK, record, Counted, print))
+    shared = Setup("foretoken", "plain", "target", "draft")
+    return dict(run(cells, shared, [], encode, TASK, record, Counted, print))
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,6 @@ def test_the_table_compares_the_default_with_all_others(tmp_path: Path) -> None:
 
 
 def test_a_setup_of_the_default_names_the_draft() -> None:
-    (plain, default) = entering.own(Pairing(Path("t"), Path("d"), (4,)), [DEFAULT])
+    (plain, default) = entering.own(Setup("foretoken", "plain", "t", "d"), [DEFAULT], (4,))
     assert (plain.depth, default.depth) == (0, OWN_CHOICE) and isinstance(default.setup, Setup)
     assert default.setup.draft == "d" and not default.setup.options

@@ -130,14 +130,14 @@ def test_memory_decides_who_stays():
     assert all(fake.closed for fake in made.values())
 
 
-PAIRING = entering.Pairing(Path("target"), Path("draft"), (2, 4))
+SHARED, DEPTHS = Setup("foretoken", "plain", "target", "draft"), (2, 4)
 
 
 def test_our_entrants_follow_the_configurations():
     configs = [{"method": "draft_model"}, {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 5}]
-    assert [e.method for e in entering.own(PAIRING, configs)] == ["plain", "draft_model", "draft_model", "ngram"]
+    assert [e.method for e in entering.own(SHARED, configs, DEPTHS)] == ["plain", "draft_model", "draft_model", "ngram"]
     configs.append({"method": "ngram", "num_speculative_tokens": 6})
-    ours = entering.own(PAIRING, configs)
+    ours = entering.own(SHARED, configs, DEPTHS)
     assert [(e.method, e.depth) for e in ours] == [
         ("plain", 0),
         ("draft_model", 2),
@@ -149,7 +149,7 @@ def test_our_entrants_follow_the_configurations():
     assert dict(ours[3].setup.options) == {"method": '"ngram"', "prompt_lookup_max": "3"}
     assert ours[3].setup.draft == ""
     with pytest.raises(InvalidRequest, match="unknown key"):
-        entering.own(PAIRING, [{"metod": "ngram"}])
+        entering.own(SHARED, [{"metod": "ngram"}], DEPTHS)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def installed(monkeypatch, tmp_path):
 def test_peers_share_a_process_where_they_can(installed):
     said: list[str] = []
     configs = [{"method": "draft_model"}, {"method": "ngram"}, {"method": "draft_model", "num_speculative_tokens": 9}]
-    result = entering.peers(PAIRING, configs, list(registry.PEERS.values()), said.append)
+    result = entering.peers(SHARED, configs, DEPTHS, list(registry.PEERS.values()), said.append)
     assert not said
     by = {name: [e for e in result if e.system == name] for name in registry.PEERS}
     assert [(e.method, e.depth) for e in by["transformers"]] == [
@@ -191,10 +191,10 @@ def test_peers_share_a_process_where_they_can(installed):
 def test_engines_that_cannot_race_are_reported_in_one_line(installed):
     said: list[str] = []
     wanted = list(registry.PEERS.values())
-    assert {e.system for e in entering.peers(replace(PAIRING, batch=8), [{}], wanted, said.append)} == {"vllm"}
+    assert {e.system for e in entering.peers(replace(SHARED, batch=8), [{}], DEPTHS, wanted, said.append)} == {"vllm"}
     assert [line.split()[0] for line in said] == ["transformers", "openvino", "llamacpp"]
     said.clear()
-    quantized = entering.peers(replace(PAIRING, quantization="int8"), [{}], wanted, said.append)
+    quantized = entering.peers(replace(SHARED, quantization="int8"), [{}], DEPTHS, wanted, said.append)
     assert {(e.system, e.setup.target, e.setup.draft) for e in quantized if e.depth} == {
         ("openvino", "target-int8", "draft-bf16"),
         ("llamacpp", "target-Q8_0.gguf", "draft-BF16.gguf"),
@@ -212,24 +212,24 @@ def test_engines_that_cannot_race_are_reported_in_one_line(installed):
     ],
 )
 def test_each_system_has_the_nearest_weights(installed, quantization, ours, stored):
-    pairing = replace(PAIRING, quantization=quantization)
-    mine = entering.own(pairing, [{}])[0].setup
+    shared = replace(SHARED, quantization=quantization)
+    mine = entering.own(shared, [{}], DEPTHS)[0].setup
     assert (mine.target, mine.weights, mine.quantization) == (*ours, quantization)
-    found = entering.peers(pairing, [{}], list(registry.PEERS.values()), lambda line: None)
+    found = entering.peers(shared, [{}], DEPTHS, list(registry.PEERS.values()), lambda line: None)
     assert {e.system: e.setup.weights for e in found} == stored
 
 
 def test_one_gguf_file_is_raced_by_those_that_read_it(installed, monkeypatch):
     monkeypatch.setattr(entering.export, "gguf", lambda path, kind: path)
     said: list[str] = []
-    pairing = replace(PAIRING, target=Path("model.gguf"), quantization="Q5_K_S")
-    mine = entering.own(pairing, [{}])
-    found = mine + entering.peers(pairing, [{}], list(registry.PEERS.values()), said.append)
+    shared = replace(SHARED, target="model.gguf", quantization="Q5_K_S")
+    mine = entering.own(shared, [{}], DEPTHS)
+    found = mine + entering.peers(shared, [{}], DEPTHS, list(registry.PEERS.values()), said.append)
     assert {(e.system, e.setup.target, e.setup.weights) for e in found} == {
         ("foretoken", "model.gguf", "Q5_K_S"), ("llamacpp", "model.gguf", "Q5_K_S"),
     }  # fmt: skip
     assert [line.split()[0] for line in said] == ["transformers", "openvino", "vllm"]
-    drafts = entering.peers(replace(PAIRING, draft=Path("d.gguf")), [{}], list(registry.PEERS.values()), print)
+    drafts = entering.peers(replace(SHARED, draft="d.gguf"), [{}], DEPTHS, list(registry.PEERS.values()), print)
     assert {(e.system, e.setup.draft) for e in drafts if e.depth} == {("llamacpp", "d.gguf")}
 
 
@@ -244,7 +244,7 @@ def test_other_weights_are_shown_beside_the_method():
 def test_a_missing_peer_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "folder", lambda: tmp_path)
     said: list[str] = []
-    assert entering.peers(PAIRING, [{}], [registry.PEERS["vllm"]], said.append) == []
+    assert entering.peers(SHARED, [{}], DEPTHS, [registry.PEERS["vllm"]], said.append) == []
     assert len(said) == 1 and "vllm is not set up" in said[0] and "`make peers`" in said[0]
 
 

@@ -10,7 +10,7 @@ from foretoken.bench.editing import EDITS
 from foretoken.bench.peers.protocol import Setup
 from foretoken.bench.peers.registry import OURS, Peer
 from foretoken.bench.peers.worker import PeerWorker
-from foretoken.bench.race import UNNAMED, Config, Pairing, RaceRow, RaceTask, own, peers, race
+from foretoken.bench.race import UNNAMED, Config, RaceRow, RaceTask, own, peers, race
 from foretoken.bench.workloads import FUNCTIONS, ragged
 from foretoken.core.errors import WriteError
 from foretoken.speculation import AUTO
@@ -109,7 +109,7 @@ class GridRecord:
 
 def run(
     cells: Sequence[GridCell],
-    pairing: Pairing,
+    shared: Setup,
     candidates: Sequence[Peer],
     encode: Callable[[str], list[int]],
     task: GridTask,
@@ -119,7 +119,7 @@ def run(
 ) -> Iterator[tuple[GridCell, list[RaceRow]]]:
     """Races every cell that the record lacks, and yields it once it is kept.
 
-    pairing: The models. Depths, batch and weights are set by the cell.
+    shared: The models. The cell sets batch, quantization and length.
     """
     finished = record.rows()
     for cell in cells:
@@ -127,12 +127,11 @@ def run(
             continue
         prompts = prompts_of(cell, encode, task.count)
         longest = max(map(len, prompts)) + task.max_tokens + 32
-        own_pairing = replace(
-            pairing, depths=task.peer_depths, batch=cell.batch, quantization=cell.quantization, max_length=longest
-        )
+        setup = replace(shared, batch=cell.batch, quantization=cell.quantization, max_length=longest)
         configs: list[Config] = [DEFAULT, *task.picked]
         methods: list[Config] = [{"method": method} for method in task.peer_methods]
-        entrants = own(own_pairing, configs) + peers(own_pairing, methods, candidates, say)
+        depths = task.peer_depths
+        entrants = own(setup, configs, depths) + peers(setup, methods, depths, candidates, say)
         groups = [prompts[at : at + cell.batch] for at in range(0, len(prompts), cell.batch)]
         rows, _ = race(entrants, [RaceTask(groups, task.max_tokens, cell.temperature)], task.repeats, start, say)
         record.add(cell, rows)

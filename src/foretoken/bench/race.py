@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from foretoken import zoo
-from foretoken.bench.output import cores, memory
+from foretoken.bench.output import memory
 from foretoken.bench.peers import export
 from foretoken.bench.peers.protocol import OWN_CHOICE, Answer, PeerRequest, Setup
 from foretoken.bench.peers.registry import GGUF_TYPES, OURS, Peer
@@ -290,108 +290,94 @@ def _groups(rows: Sequence[RaceRow]) -> list[list[RaceRow]]:
     return list(groups.values())
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """The models of a race and its settings."""
-
-    target: Path
-    draft: Path | None  # None if no method needs one
-    depths: tuple[int, ...]
-    batch: int = 1
-    quantization: str = ""  # "" is bf16. Of a GGUF file, its type.
-    max_length: int = 2048
-    weights: str = "bf16"  # how one system stores the target
-    dtype: str = "bfloat16"  # of what is not quantized; transformers and ours alone take others than bfloat16
-
-    def setup(self, peer: Peer, method: str) -> Setup:
-        return Setup(
-            system=peer.name,
-            method=method,
-            target=str(self.target),
-            draft=str(self.draft) if self.draft is not None and method in _WITH_DRAFT else "",
-            quantization=self.quantization,
-            weights=self.weights,
-            max_length=self.max_length,
-            batch=self.batch,
-            threads=cores(),
-            dtype=self.dtype,
-        )
-
-
 _WITH_DRAFT = (AUTO, "draft_model")  # methods that draft with a draft model
 Config = Mapping[str, object]  # a speculative_config, as users write it; an empty one leaves the method to ``LLM``
 UNNAMED = "default"  # the method of a row whose configuration names none
 
 
-def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
-    """Returns plain decoding once, and every configuration at its own depth or at all depths.
+def own(shared: Setup, configs: Sequence[Config], depths: tuple[int, ...]) -> list[Entrant]:
+    """Returns plain decoding once, and every configuration at its own depth or at all ``depths``.
+
+    shared: The models and settings of the race, with the draft model for the methods that take one.
 
     Raises:
         InvalidRequest: A configuration is not valid.
         ModelLoadError: The target cannot be converted to the GGUF type that the race asks for.
     """
-    pairing = _converted(OURS, pairing)
+    shared = _converted(OURS, shared)
     entrants: list[Entrant] = []
     methods = list(map(_method, configs))
     for method, config in zip(methods, configs, strict=True):
         named = {k: v for k, v in config.items() if k not in ("model", "num_speculative_tokens")}
         named |= {"method": method} if config else {}
         options = tuple(sorted((key, json.dumps(value)) for key, value in named.items()))
-        setup = replace(pairing.setup(OURS, method), options=options)
+        setup = replace(_setup(OURS, shared, method), options=options)
         if "model" in config:
             setup = replace(setup, draft=str(config["model"]))
         if not entrants:
             entrants.append(Entrant(OURS.name, "plain", 0, setup))
         name = UNNAMED if not config else method if methods.count(method) == 1 else _label(config)
-        entrants += [Entrant(OURS.name, name, depth, setup) for depth in _depths(config, pairing.depths)]
+        entrants += [Entrant(OURS.name, name, depth, setup) for depth in _depths(config, depths)]
     return entrants
 
 
 def peers(
-    pairing: Pairing, configs: Sequence[Config], candidates: Sequence[Peer], say: Callable[[str], None]
+    shared: Setup,
+    configs: Sequence[Config],
+    depths: tuple[int, ...],
+    candidates: Sequence[Peer],
+    say: Callable[[str], None],
 ) -> list[Entrant]:
     """Returns each peer, plain and with the methods that it shares. ``say`` receives the reason why one is skipped."""
     entrants: list[Entrant] = []
-    depths: dict[str, tuple[int, ...]] = {}
+    by_method: dict[str, tuple[int, ...]] = {}
     for config in configs:  # a peer has one way to use a method, so it races at the first configuration's depths
-        depths.setdefault(_method(config), _depths(config, pairing.depths))
-    gguf = is_gguf(pairing.target) or (pairing.draft is not None and is_gguf(pairing.draft))
+        by_method.setdefault(_method(config), _depths(config, depths))
+    gguf = is_gguf(Path(shared.target)) or (bool(shared.draft) and is_gguf(Path(shared.draft)))
     for peer in candidates:
-        if refusal := peer.refusal(pairing.batch, pairing.quantization, gguf):
+        if refusal := peer.refusal(shared.batch, shared.quantization, gguf):
             say(refusal)
             continue
         try:
-            converted = _converted(peer, pairing)
+            converted = _converted(peer, shared)
         except ForetokenError as error:
             say(f"{error}. Racing without it.")
             continue
-        entrants += _entrants(peer, converted, {m: d for m, d in depths.items() if m in peer.methods})
+        entrants += _entrants(peer, converted, {m: d for m, d in by_method.items() if m in peer.methods})
     return entrants
 
 
-def _entrants(peer: Peer, pairing: Pairing, depths: dict[str, tuple[int, ...]]) -> list[Entrant]:
+def _entrants(peer: Peer, converted: Setup, depths: dict[str, tuple[int, ...]]) -> list[Entrant]:
     """Entrants share a process where the depth is part of each request; plain decoding is then depth 0."""
-    shared = not peer.fixed_depth and peer.name != "openvino"  # OpenVINO's pipeline with a draft always drafts
-    plain = pairing.setup(peer, next(iter(depths)) if shared and depths else "plain")
+    one_process = not peer.fixed_depth and peer.name != "openvino"  # OpenVINO's pipeline with a draft always drafts
+    plain = _setup(peer, converted, next(iter(depths)) if one_process and depths else "plain")
     entrants = [Entrant(peer.name, "plain", 0, plain)]
     for method, each in depths.items():
-        setup = pairing.setup(peer, method)
+        setup = _setup(peer, converted, method)
         entrants += [
             Entrant(peer.name, method, k, replace(setup, depth=k) if peer.fixed_depth else setup) for k in each
         ]
     return entrants
 
 
-def _converted(peer: Peer, pairing: Pairing) -> Pairing:
-    """Returns the pair as files that ``peer`` loads. Only the target is quantized, by all."""
-    weights = pairing.quantization if is_gguf(pairing.target) else peer.weights[pairing.quantization]
-    pairing = replace(pairing, weights=weights)
+def _setup(peer: Peer, converted: Setup, method: str) -> Setup:
+    """Returns the setup of a peer's process for one method."""
+    draft = converted.draft if method in _WITH_DRAFT else ""
+    return replace(converted, system=peer.name, method=method, draft=draft)
+
+
+def _converted(peer: Peer, shared: Setup) -> Setup:
+    """Returns the setup with models as files that ``peer`` loads. Only the target is quantized, by all."""
+    target, draft = Path(shared.target), shared.draft
+    weights = shared.quantization if is_gguf(target) else peer.weights[shared.quantization]
     if peer.name in ("openvino", "llamacpp"):
         to_openvino = peer.name == "openvino"
         convert: Callable[[Path, str], Path] = export.openvino if to_openvino else export.gguf
-        draft = None if pairing.draft is None else convert(pairing.draft, "bf16" if to_openvino else "BF16")
-        return replace(pairing, target=convert(pairing.target, weights), draft=draft)
-    return replace(pairing, target=export.gguf(pairing.target, weights)) if weights in GGUF_TYPES else pairing
+        draft = draft and str(convert(Path(draft), "bf16" if to_openvino else "BF16"))
+        target = convert(target, weights)
+    elif weights in GGUF_TYPES:
+        target = export.gguf(target, weights)
+    return replace(shared, target=str(target), draft=draft, weights=weights)
 
 
 def stretched(target: Path, positions: int) -> Path:

@@ -16,7 +16,7 @@ REPAIRS = Path(__file__).with_name("repairs.jsonl")
 CONTEXTS = ("textwrap", "shlex", "queue", "bisect", "heapq", "sched", "fnmatch", "copy")  # of the standard library
 
 
-def ragged(encode: Callable[[str], list[int]], count: int = 16, low: int = 20, high: int = 1000) -> list[list[int]]:
+def ragged(ids_of: Callable[[str], list[int]], count: int = 16, low: int = 20, high: int = 1000) -> list[list[int]]:
     """Returns prompts of ``low`` to ``high`` tokens: bundled functions after part of a standard library module.
 
     Lengths grow by a constant factor and come in mixed order. The modules are those of the running Python.
@@ -26,7 +26,7 @@ def ragged(encode: Callable[[str], list[int]], count: int = 16, low: int = 20, h
     for i in range(count):
         text = FUNCTIONS[i % len(FUNCTIONS)]
         at = i
-        while len(ids := encode(text)) < high:
+        while len(ids := ids_of(text)) < high:
             text = f"{_module(CONTEXTS[at % len(CONTEXTS)])}\n\n{text}"
             at += 1
         prompts.append(ids[-lengths[i * 7 % count if count % 7 else i] :])
@@ -48,6 +48,11 @@ def prompts_or_functions(path: Path | None, count: int | None = None) -> list[st
     return list(FUNCTIONS)[:count] if path is None else load_prompts(path, count)
 
 
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Returns the token ids of a text of any length."""
+    return list(tokenizer(text, verbose=False)["input_ids"])
+
+
 def encoded_prompts(tokenizer: Any, path: Path | None, count: int | None = None) -> list[list[int]]:
     """Returns the prompts of a file as token ids, through the chat template if the model has one, or our own functions.
 
@@ -55,7 +60,7 @@ def encoded_prompts(tokenizer: Any, path: Path | None, count: int | None = None)
     """
     texts = prompts_or_functions(path, count)
     if path is None or not getattr(tokenizer, "chat_template", None):
-        return [list(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+        return [encode(tokenizer, text) for text in texts]
     chats = ([{"role": "user", "content": text}] for text in texts)
     return [list(apply_template(tokenizer, c, add_generation_prompt=True, return_dict=False)) for c in chats]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from foretoken import __version__, zoo
-from foretoken.bench.workloads import encoded_prompts, ragged, repairs
+from foretoken.bench.workloads import encode, encoded_prompts, ragged, repairs
 from foretoken.cli.costs import costs, tracker
 from foretoken.cli.grouped import grouped, option
 from foretoken.cli.options import (
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from foretoken.bench.grid import GridTask
     from foretoken.bench.http_load import LoadedServer, LoadPlan
-    from foretoken.bench.race import Pairing, RaceRow, RaceTask
+    from foretoken.bench.peers.protocol import Setup
+    from foretoken.bench.race import RaceRow, RaceTask
 
 
 app = typer.Typer(help="Measure: the race against other engines, the cost of a pass, a server under load.")
@@ -100,7 +101,7 @@ def race(
     from foretoken.bench.output import setting
     from foretoken.bench.page import page, race_tables
     from foretoken.bench.peers.registry import check_quantization, chosen
-    from foretoken.bench.race import Pairing, stretched
+    from foretoken.bench.race import stretched
 
     configs = pair.configs
     candidates = chosen(peers)
@@ -111,9 +112,9 @@ def race(
     longest = max(map(len, ids)) + max(limits) + 32
     target = stretched(target, longest) if (asked.prompts or "").isdigit() else target
     depths = tuple(dict.fromkeys(asked.depth or (2, 4, 6, 8)))
-    pairing = Pairing(target, draft, depths, asked.batch, quantization, longest)
+    shared = _setup(target, draft, quantization=quantization, max_length=longest, batch=asked.batch)
     notes = wide_console(report.color, stderr=True)
-    rows = _race(pairing, configs, candidates, asked.tasks(ids, limits), asked.repeats, notes)
+    rows = _race(shared, configs, depths, candidates, asked.tasks(ids, limits), asked.repeats, notes)
     facts = setting() | {
         "target": target.name,
         "draft": None if draft is None else draft.name,
@@ -128,9 +129,18 @@ def race(
         raise typer.Exit(1)
 
 
+def _setup(target: Path, draft: Path | None, **settings: Any) -> Setup:
+    """Returns the models and settings that all entrants share."""
+    from foretoken.bench.output import cores
+    from foretoken.bench.peers.protocol import Setup
+
+    return Setup("foretoken", "plain", str(target), str(draft or ""), threads=cores(), **settings)
+
+
 def _race(
-    pairing: Pairing,
+    shared: Setup,
     configs: list[dict[str, Any]],
+    depths: tuple[int, ...],
     candidates: Sequence[Any],
     tasks: list[RaceTask],
     repeats: int,
@@ -144,7 +154,7 @@ def _race(
 
     say = partial(note, notes, style="yellow")
     with waiting(notes, "setting up"):
-        entrants = own(pairing, configs) + peers(pairing, configs, candidates, say)
+        entrants = own(shared, configs, depths) + peers(shared, configs, depths, candidates, say)
     rows, race_answers = race(entrants, tasks, repeats, start, say, tracker(notes, "race"))
     try:
         ours = entrants[0].setup
@@ -178,8 +188,7 @@ def _prompts(target: Path, asked: RaceOptions) -> tuple[list[list[int]], list[in
         sources, limits = map(list, zip(*repairs(tokenizer, asked.count or 8), strict=True))
         return sources, limits, "repairs"
     if name == "ragged":
-        encode = lambda text: list(tokenizer(text, verbose=False)["input_ids"])  # noqa: E731
-        ids, source = ragged(encode, asked.count or 16), "ragged prompts of 20 to 1,000 tokens"
+        ids, source = ragged(partial(encode, tokenizer), asked.count or 16), "ragged prompts of 20 to 1,000 tokens"
     elif name is not None and name.isdigit():
         ids = [[(7 * i) % min(4000, len(tokenizer) - 5) + 5 for i in range(int(name))]]
         source = f"prompts of {name} tokens"
@@ -238,7 +247,6 @@ def bench_table(
     from foretoken.bench.page import claims, grid_page, rich_table
     from foretoken.bench.peers.registry import chosen
     from foretoken.bench.peers.worker import start
-    from foretoken.bench.race import Pairing
     from foretoken.models.formats.checkpoint import load_tokenizer
 
     candidates = chosen(peers)
@@ -246,21 +254,14 @@ def bench_table(
     if not cells:
         raise InvalidRequest(f"no cell has all these parts; the cells are: {'; '.join(cell.name for cell in CELLS)}")
     task = each.task()
-    pairing = Pairing(*models_or_bundled(models.target, models.draft, [DEFAULT, *task.picked]), ())
-    tokenizer = load_tokenizer(pairing.target)
-    facts: dict[str, Any] = {
-        "version": __version__,
-        "target": pairing.target.name,
-        "draft": pairing.draft and pairing.draft.name,
-    }
+    target, draft = models_or_bundled(models.target, models.draft, [DEFAULT, *task.picked])
+    facts: dict[str, Any] = {"version": __version__, "target": target.name, "draft": draft and draft.name}
     facts |= {"peers": [peer.name for peer in candidates], **asdict(task)}
     kept, notes = GridRecord(record, facts), wide_console(report.color, stderr=True)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, verbose=False)["input_ids"])
-
     results = {cell: rows for cell, rows in kept.rows().items() if cell in cells}
-    for done, rows in run(cells, pairing, candidates, encode, task, kept, start, partial(note, notes, style="yellow")):
+    shared, ids_of = _setup(target, draft), partial(encode, load_tokenizer(target))
+    say = partial(note, notes, style="yellow")
+    for done, rows in run(cells, shared, candidates, ids_of, task, kept, start, say):
         results[done] = rows
         notes.print(f"{len(results)} of {len(cells)}: {done.name}", markup=False)
     results = {cell: results[cell] for cell in cells}
@@ -297,12 +298,6 @@ class LoadOptions:
         at_once = counts("--concurrency", self.concurrency)
         return LoadPlan(at_once, self.requests, self.long_tokens, self.shared_tokens, self.agents)
 
-    def check(self) -> None:
-        """Raises InvalidRequest for an unknown generator."""
-        from foretoken.bench.http_load import GENERATORS
-
-        names("--generator", self.generator, GENERATORS)
-
     def server(self, address: str, api_key: str | None, model: str | None) -> LoadedServer:
         """Returns the server under load. Raises ForetokenError if it does not answer."""
         from foretoken.bench.http_load import LoadedServer, VllmLoadedServer
@@ -325,13 +320,13 @@ def bench_serve(
     report: ReportOptions,
 ) -> None:
     """Load a server with concurrent requests: throughput, TTFT and ITL percentiles, and the gain of shared prefixes."""
-    from foretoken.bench.http_load import WORKLOADS, run_workload
+    from foretoken.bench.http_load import GENERATORS, WORKLOADS, run_workload
     from foretoken.bench.output import setting
     from foretoken.bench.page import load_page, load_table, speedup_lines
 
     if url is not None and server_options:
         raise InvalidRequest("--server-options are for a server that is started; omit --url or them")
-    load.check()
+    names("--generator", load.generator, GENERATORS)
     chosen, plan = names("workload", load.workloads, WORKLOADS), load.plan()
     notes, results = wide_console(report.color, stderr=True), []
     with nullcontext((url, 0)) if url is not None else started(server_options, api_key) as (address, _):
