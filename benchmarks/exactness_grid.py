@@ -9,7 +9,7 @@ instruction-set level that ``foretoken info`` lists: ``FORETOKEN_CPU=avx2 python
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +18,15 @@ import torch
 import typer
 from rich.table import Table
 
-from foretoken import LLM, CompletionOutput, SamplingParams, zoo
-from foretoken.bench.output import cores, figures, report, wide_console
+from foretoken import LLM, zoo
+from foretoken.audit.equality import divergences_of
+from foretoken.audit.implementations import Foretoken
+from foretoken.audit.subject import AuditedCompletion, CompletionSettings, Ids
+from foretoken.bench.output import cores, listing, report, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
-from foretoken.core.draft import Draft
+from foretoken.core.context import Exactness
 from foretoken.core.native import build
-from foretoken.core.streams import SharedStream
+from foretoken.core.sampling import SamplingLaw
 from foretoken.models.options import QUANTIZATIONS
 from options import Config, Output, Prompts, Temperatures, label, with_models
 
@@ -57,41 +60,18 @@ HYBRID: list[Config] = [
     {"method": "suffix"},
 ]
 HEADS = ("eagle3", "mtp", "medusa", "blockwise")
-PROBES = (0, 1, 4, 8)  # draft nodes of the passes that a row is compared over
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first token that differs, and whether two scores were so close that rounding can have swapped them.
-
-    margin: difference between the best two scores (logits, or log p + noise). delta: largest change of any logit of
-    that row over passes of other sizes. It is a tie if margin <= 2 delta, otherwise a bug.
-    """
-
-    prompt: int
-    position: int
-    margin: float
-    delta: float
-
-    @property
-    def kind(self) -> str:
-        """Returns "tie" or "bug"."""
-        return "tie" if self.margin <= 2 * self.delta else "bug"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Comparison of one proposer, draft length and batch with plain decoding."""
-
-    temperature: float
-    dtype: str
-    method: str
-    depth: int
-    batch: int
-    equal: int
-    texts: int
-    promised: bool  # the runner's rows are independent, so every text must be equal
-    divergences: list[Divergence] = field(default_factory=list)
+COLUMNS = {
+    "temperature": "{temperature:g}",
+    "dtype": "{dtype}",
+    "proposer": "{method}",
+    "depth": "{depth}",
+    "batch": "{batch}",
+    "equal": "{equal}/{texts}",
+    "ties": "{ties}",
+    "bugs": "{bugs}",
+}
+Cell = dict[str, Any]
+"""A proposer, draft length and batch, compared with plain decoding. promised: Whether all texts must be equal."""
 
 
 def own_prompts(count: int) -> list[str]:
@@ -100,101 +80,58 @@ def own_prompts(count: int) -> list[str]:
     return list(dict.fromkeys(cut))[:count]
 
 
-def complete(
-    llm: LLM, prompts: Sequence[str], depth: int, temperature: float, max_tokens: int, batch: int
-) -> list[CompletionOutput]:
-    """Completes each prompt with its own seed, ``batch`` of them at a time."""
-    outputs: list[CompletionOutput] = []
-    for start in range(0, len(prompts), batch):
-        chosen = range(start, min(start + batch, len(prompts)))
-        params = [
-            SamplingParams(
-                max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True, speculative_tokens=depth
-            )
-            for i in chosen
-        ]
-        results = llm.generate([prompts[i] for i in chosen], params, use_tqdm=False)
-        outputs += [result.outputs[0] for result in results]
-    return outputs
-
-
-def row_logits(llm: LLM, tokens: list[int], drafted: int) -> torch.Tensor:
-    """Returns the logits [V] after ``tokens``, from a pass over one token and ``drafted`` draft nodes."""
-    root = len(tokens) - 1 - drafted
-    handle = llm.target.open(tokens[:root])
-    try:
-        with torch.inference_mode():
-            llm.target.score([handle], [Draft.empty()])
-            llm.target.commit([handle], [tokens[root : root + 1]])
-            scores = llm.target.score([handle], [Draft.chain(tokens[root + 1 :])])
-        return scores[0].logits[-1].double()
-    finally:
-        llm.target.close(handle)
-
-
-def explain(
-    llm: LLM, prompt: str, index: int, temperature: float, plain: Sequence[int], other: Sequence[int]
-) -> Divergence:
-    """Returns margin and delta at the token where two texts of one seed diverge."""
-    position = next(
-        (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other))
-    )
-    tokens = [*llm.tokenizer(prompt)["input_ids"], *plain[:position]]
-    rows = [row_logits(llm, tokens, k) for k in PROBES if k + 1 < len(tokens)]
-    delta = max(float((row - rows[0]).abs().max()) for row in rows)
-    scores = rows[0]
-    if temperature > 0:
-        probs = (scores / temperature).softmax(-1)
-        scores = SharedStream(index, position).race(probs, 0).log() * temperature
-    best, second = scores.topk(2).values.tolist()
-    return Divergence(index, position, best - second, delta)
-
-
-def load(kind: str, model: str = "target", **options: Any) -> LLM:
+def load(kind: str, model: str = "target", **options: Any) -> Foretoken:
     """Loads a bundled model in a dtype or quantized by that name, or another checkpoint or GGUF file of it."""
-    if Path(kind).exists():
-        return LLM(kind, **options)
-    if kind == PACKED:
-        return LLM(zoo.path(model), dtype="bfloat16", weight_format="packed", **options)
-    if kind in QUANTIZATIONS:
-        return LLM(zoo.path(model), dtype="bfloat16", quantization=kind, **options)
-    return LLM(zoo.path(model), dtype=kind, **options)
+    if not Path(kind).exists():
+        if kind == PACKED:
+            options |= {"dtype": "bfloat16", "weight_format": "packed"}
+        elif kind in QUANTIZATIONS:
+            options |= {"dtype": "bfloat16", "quantization": kind}
+        else:
+            options |= {"dtype": kind}
+        kind = str(zoo.path(model))
+    return Foretoken.of(LLM(kind, **options))
 
 
 @dataclass(frozen=True)
 class Course:
     """Plain texts of one dtype and temperature, with which its cells are compared."""
 
-    prompts: Sequence[str]
-    max_tokens: int
     kind: str  # a dtype, a quantization, or the path of a target
-    temperature: float
-    plain: Sequence[CompletionOutput]
+    prompts: Sequence[Ids]
+    settings: CompletionSettings  # of the plain texts
+    plain: Sequence[AuditedCompletion]
 
-    def compare(self, llm: LLM, name: str, depth: int, batch: int) -> Cell:
+    def compare(self, engine: Foretoken, name: str, depth: int, batch: int) -> Cell:
         """Returns the cell of another way to complete the prompts."""
-        outputs = complete(llm, self.prompts, depth, self.temperature, self.max_tokens, batch)
+        settings = replace(self.settings, depth=depth, batch=batch)
+        outputs = engine.generate(self.prompts, settings)
         reasons = [
-            explain(llm, self.prompts[i], i, self.temperature, a.token_ids, b.token_ids)
-            for i, (a, b) in enumerate(zip(self.plain, outputs, strict=True))
-            if a.token_ids != b.token_ids
+            {"prompt": d.prompt, "position": d.position, "margin": d.margin, "delta": d.moved}
+            | {"kind": "tie" if d.tie else "bug"}
+            for d in divergences_of(engine, self.prompts, self.plain, outputs, settings)
         ]
-        equal, promised = len(outputs) - len(reasons), llm.target.batch_invariant
-        return Cell(self.temperature, self.kind, name, depth, batch, equal, len(outputs), promised, reasons)
+        place = {"temperature": settings.law.temperature, "dtype": self.kind, "method": name}
+        place |= {"depth": depth, "batch": batch, "equal": len(outputs) - len(reasons), "texts": len(outputs)}
+        return place | {"promised": engine.bit_equal, "divergences": reasons}
 
 
 def courses(
     kind: str, model: str, prompts: Sequence[str], max_tokens: int, temperatures: Sequence[float]
 ) -> tuple[list[Course], list[Cell]]:
-    """Decodes plainly, one prompt at a time. Returns the texts and the cells of plain decoding in a batch.
+    """Decodes plainly, one prompt at a time, each with a seed. Returns the texts, and the cells of batches.
 
     Packed weights are compared with plain decoding on raw ones.
     """
-    llm = load(kind, model)
-    reference = load("bfloat16", model, weight_format="raw") if kind == PACKED else llm
-    plain = [complete(reference, prompts, 0, value, max_tokens, batch=1) for value in temperatures]
-    result = [Course(prompts, max_tokens, kind, *each) for each in zip(temperatures, plain, strict=True)]
-    return result, [course.compare(llm, "off", 0, BATCHES[-1]) for course in result]
+    engine = load(kind, model)
+    reference = load("bfloat16", model, weight_format="raw") if kind == PACKED else engine
+    ids, seeds = [reference.encode(text) for text in prompts], tuple(range(len(prompts)))
+    result = []
+    for temperature in temperatures:
+        law = SamplingLaw(temperature=temperature)
+        settings = CompletionSettings(law, max_tokens, seeds, depth=0, grade=Exactness.TRAJECTORY, batch=1)
+        result.append(Course(kind, ids, settings, reference.generate(ids, settings)))
+    return result, [course.compare(engine, "off", 0, BATCHES[-1]) for course in result]
 
 
 def grid(plain: Sequence[Course], model: str, config: Config, depths: Sequence[int]) -> Iterator[Cell]:
@@ -203,15 +140,15 @@ def grid(plain: Sequence[Course], model: str, config: Config, depths: Sequence[i
     if config["method"] == "self_quantized" and (Path(kind).exists() or kind.startswith("int4")):
         return  # the target has few bits already
     heads = HEADS if Path(kind).exists() else ()  # a head is not found beside another file than the bundled target
-    llm = load(kind, model, speculative_config=with_models(config, heads=heads))
+    engine = load(kind, model, speculative_config=with_models(config, heads=heads))
     own = config.get("num_speculative_tokens")
     for course, depth, batch in product(plain, depths if own is None else [own], BATCHES):
-        yield course.compare(llm, label(config), depth, batch)
+        yield course.compare(engine, label(config), depth, batch)
 
 
 def digest(course: Course) -> str:
     """Returns a short hash of the plain texts, which tells whether two machines or levels write the same."""
-    tokens = json.dumps([list(each.token_ids) for each in course.plain])
+    tokens = json.dumps([list(each.tokens) for each in course.plain])
     return hashlib.sha256(tokens.encode()).hexdigest()[:8]
 
 
@@ -225,11 +162,11 @@ def level() -> str:
 
 def table(cells: Sequence[Cell]) -> Table:
     rows = []
-    for c in cells:
-        kinds = [divergence.kind for divergence in c.divergences]
-        place = f"{c.temperature:g}", c.dtype, c.method, c.depth or "", c.batch
-        rows.append((*place, f"{c.equal}/{c.texts}", kinds.count("tie"), kinds.count("bug")))
-    return figures(("temperature", "dtype", "proposer", "depth", "batch", "equal", "ties", "bugs"), rows)
+    for cell in cells:
+        kinds = [divergence["kind"] for divergence in cell["divergences"]]
+        counts = {"ties": kinds.count("tie"), "bugs": kinds.count("bug")}
+        rows.append(cell | {"depth": cell["depth"] or None} | counts)
+    return listing(COLUMNS, rows)
 
 
 def main(
@@ -265,23 +202,25 @@ def main(
         with wide_console().status(f"{kind}, plain decoding") as status:
             plain, own = courses(kind, model, texts, max_tokens, temperature)
             cells += own
-            digests |= {f"{Path(kind).name}, temperature {each.temperature:g}": digest(each) for each in plain}
+            digests |= {
+                f"{Path(kind).name}, temperature {each.settings.law.temperature:g}": digest(each) for each in plain
+            }
             for each in configs:
                 status.update(f"{kind}, {label(each)}")
                 cells += grid(plain, model, each, depth)
-    wrong = [c for c in cells if any(d.kind == "bug" for d in c.divergences) or (c.promised and c.divergences)]
+    wrong = any(d["kind"] == "bug" or cell["promised"] for cell in cells for d in cell["divergences"])
     report(
         [
             table(cells),
             *(f"plain texts, {name}: {value}" for name, value in digests.items()),
-            f"{sum(c.equal for c in cells)} of {sum(c.texts for c in cells)} texts are the plain ones",
+            f"{sum(c['equal'] for c in cells)} of {sum(c['texts'] for c in cells)} texts are the plain ones",
         ],
         {"kernels": level(), "prompts": len(texts), "max_tokens": max_tokens},
         output,
         plain_texts=digests,
-        cells=[asdict(c) | {"divergences": [asdict(d) | {"kind": d.kind} for d in c.divergences]} for c in cells],
+        cells=cells,
     )
-    raise typer.Exit(1 if wrong else 0)
+    raise typer.Exit(wrong)
 
 
 if __name__ == "__main__":

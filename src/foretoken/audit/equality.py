@@ -127,12 +127,12 @@ def greedy(work: AuditTask) -> Check:
         alone += subject.generate(prompt, settings)
     prompts = work.prompts[: len(plain)]
     every = replace(settings, seeds=(0,) * len(prompts), batch=subject.batch)
-    divergences = _compare(subject, prompts, plain, alone, replace(every, batch=1))
+    divergences = divergences_of(subject, prompts, plain, alone, replace(every, batch=1))
     ways = {"alone": len(plain)}
     if subject.batch > 1 and len(prompts) > 1:
         for way, depth in (("in a batch", subject.depth), ("in a batch as controlled", None)):
             batched = replace(every, depth=depth)
-            divergences += _compare(subject, prompts, plain, subject.generate(prompts, batched), batched)
+            divergences += divergences_of(subject, prompts, plain, subject.generate(prompts, batched), batched)
             ways[way] = len(plain)
     return parity(GREEDY, divergences, subject.bit_equal, ways, sum(len(text.tokens) for text in plain))
 
@@ -168,7 +168,7 @@ def _portion(work: AuditTask, subject: Audited, portion: int, size: int) -> list
     divergences = []
     for depth, batch in product(_depths(subject), (1, size)):
         settings = replace(plain, depth=depth, batch=batch)
-        divergences += _compare(subject, prompts, expected, subject.generate(prompts, settings), settings)
+        divergences += divergences_of(subject, prompts, expected, subject.generate(prompts, settings), settings)
     return divergences
 
 
@@ -204,7 +204,7 @@ def self_draft(work: AuditTask) -> Check:
     return Check(SELF_DRAFT, outcome, evidence, {"steps": steps, "accepted_whole": shares, "required": required})
 
 
-def _compare(
+def divergences_of(
     subject: Audited,
     prompts: Sequence[Ids],
     expected: Sequence[AuditedCompletion],
