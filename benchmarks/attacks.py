@@ -146,9 +146,9 @@ class Watch:
 
     async def _stream(self, number: int) -> None:
         while True:
-            self._streams.append(Answer(time.perf_counter()))
+            self._streams.append(Answer())
             body = {"prompt": FUNCTIONS[number % len(FUNCTIONS)], "max_tokens": 3000, "ignore_eos": True}
-            answer = await ask(self._client, {**body, "temperature": 0.0}, answer=self._streams[-1])
+            answer = await ask(self._client, {**body, "temperature": 0.0}, self._streams[-1])
             assert not answer.error, answer.error
 
     async def _ask_health(self) -> None:

@@ -1,13 +1,14 @@
-"""Servers of ours and of other engines, with a draft model or without, and a client that can watch and disconnect."""
+"""Servers of ours and of other engines, with a draft model or without, and a client that watches a stream."""
 
 import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from ctypes.util import find_library
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,50 +88,36 @@ def listed_model(url: str) -> str:
 
 @dataclass
 class Answer:
-    """Result of one request. arrivals: seconds at which text arrived. text: None if the client disconnected early."""
+    """Result of one request. arrivals: seconds at which text arrived."""
 
-    started: float
     arrivals: list[float] = field(default_factory=list)
-    text: str | None = ""
-    tokens: int = 0
+    text: str = ""
     error: str | None = None
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
         """Returns, for each chunk but the first, its arrival and the seconds since the previous one."""
-        return [(b, b - a) for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        return [(b, b - a) for a, b in pairwise(self.arrivals)]
 
 
-async def ask(
-    client: httpx.AsyncClient, body: dict[str, Any], leave_after: int | None = None, answer: Answer | None = None
-) -> Answer:
-    """Streams one completion. Disconnects after ``leave_after`` chunks. answer: filled while chunks arrive."""
-    answer = answer or Answer(time.perf_counter())
-    request = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", "/v1/completions", json=request) as response:
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer | None = None) -> Answer:
+    """Streams one completion. answer: filled while chunks arrive."""
+    answer = answer or Answer()
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         if response.status_code != 200:
             answer.error = f"{response.status_code}: {(await response.aread()).decode()[:200]}"
             return answer
-        async for event in events(response):
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
             if "error" in event:
                 answer.error = event["error"]["message"]
             for choice in event.get("choices", ()):
-                answer.text = (answer.text or "") + choice["text"]
+                answer.text += choice["text"]
                 if choice["text"]:
                     answer.arrivals.append(time.perf_counter())
-            if event.get("usage"):
-                answer.tokens = event["usage"]["completion_tokens"]
-            if leave_after is not None and len(answer.arrivals) >= leave_after:
-                answer.text = None
-                return answer
     return answer
-
-
-async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Yields the data of each server-sent event, parsed as JSON."""
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line[6:])
 
 
 def talking(url: str) -> httpx.AsyncClient:

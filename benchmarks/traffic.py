@@ -134,7 +134,7 @@ class Traffic:
         body = any_completion(self.rng, self.counts["mixed"])
         answer = await ask(self.client, body)
         assert not answer.error, answer.error
-        self.texts.append((body, str(answer.text)))
+        self.texts.append((body, answer.text))
 
     async def chat(self) -> None:
         await self.post("/v1/chat/completions", self.body("/v1/chat/completions"))

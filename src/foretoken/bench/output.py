@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from foretoken.core.threads import usable_threads
+from foretoken.core.threads import read_or_empty, usable_threads
 
 
 def cores() -> int:
@@ -66,7 +66,7 @@ def command(argv: list[str]) -> str:
 
 def processor() -> str:
     """Returns the processor's name, or its architecture where the name is hidden."""
-    lines = _lines(Path("/proc/cpuinfo"))
+    lines = read_or_empty(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
@@ -74,24 +74,14 @@ def processor() -> str:
 def memory(what: str) -> int:
     """Returns bytes of ``MemTotal`` or ``MemAvailable`` (machine), or ``VmHWM`` (peak of this process); 0 if hidden."""
     file = Path("/proc/self/status" if what.startswith("Vm") else "/proc/meminfo")
-    sizes = (line.split()[1] for line in _lines(file) if line.startswith(f"{what}:"))
+    sizes = (line.split()[1] for line in read_or_empty(file).splitlines() if line.startswith(f"{what}:"))
     return int(next(sizes, "0")) * 1024
 
 
 def resident_bytes(process: int) -> int:
     """Returns the resident memory of a process, with the files that it maps; 0 if it has ended."""
-    try:
-        pages = Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1]
-    except OSError:
-        return 0
-    return int(pages) * os.sysconf("SC_PAGESIZE")
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    pages = read_or_empty(Path(f"/proc/{process}/statm")).split()
+    return int(pages[1]) * os.sysconf("SC_PAGESIZE") if pages else 0
 
 
 _FIGURE = "0123456789+-."  # first characters of a figure
