@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any
 
 from markupsafe import Markup
@@ -38,15 +39,33 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class TraceStep:
-    """One decode step."""
+    """One decode step. Its tokens have no texts yet, since those of parts of characters depend on later ones."""
 
     number: int  # its number, from 1
     timings: Timings  # seconds of its parts
     drafted: int  # number of draft tokens
     verified: int  # number of draft positions that were verified
     accepted: int  # number of them that were accepted
-    emitted: int  # number of emitted tokens
+    emitted: tuple[Token, ...]
+    rejected: tuple[Token, ...]
     prompt: bool  # whether it includes the prompt's prefill
+
+    @classmethod
+    def of(cls, number: int, step: StepOutput) -> "TraceStep":
+        path, draft = step.verdict.path, step.draft
+        kept = path[: step.accepted]
+        accepted = (_drafted(draft, node, ACCEPTED, number) for node in kept)
+        more = bool(draft.children[(path[-1] if path else -1) + 1])
+        return cls(
+            number=number,
+            timings=step.timings,
+            drafted=len(draft),
+            verified=len(path) + more,
+            accepted=len(path),
+            emitted=(*accepted, *(Token(token, "", TARGET, number) for token in step.tokens[len(kept) :])),
+            rejected=tuple(_drafted(draft, node, REJECTED, number) for node in step.rejected),
+            prompt=step.position == 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +97,14 @@ class Tracer:
 
     tokenizer: Tokenizer
     prompt_ids: Sequence[int]
-    _emitted: list[list[Token]] = field(default_factory=list)  # by step, without texts
-    _rejected: list[list[Token]] = field(default_factory=list)  # by step, without texts
     _steps: list[TraceStep] = field(default_factory=list)
-    _texts: list[str] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)  # of the pieces
     _output: CompletionOutput | None = None
 
     def push(self, piece: StreamPiece) -> None:
         """Adds one decode step."""
-        step, number = piece.step, len(self._steps) + 1
-        path = step.verdict.path[: step.accepted]
-        accepted = [_drafted(step.draft, node, ACCEPTED, number) for node in path]
-        self._emitted.append(accepted + [Token(token, "", TARGET, number) for token in step.tokens[len(path) :]])
-        self._rejected.append([_drafted(step.draft, node, REJECTED, number) for node in step.rejected])
         self._texts.append(piece.text)
-        self._steps.append(_trace_step(number, step))
+        self._steps.append(TraceStep.of(len(self._steps) + 1, piece.step))
         self._output = piece.output or self._output
 
     def trace(self) -> Trace:
@@ -113,13 +125,14 @@ class Tracer:
         detokenizer, over = Detokenizer(self.tokenizer, self.prompt_ids), self._output is not None
         tokens: list[Token] = []
         length = 0
-        for emitted, rejected in zip(self._emitted, self._rejected, strict=True):
-            for token in emitted:
+        for step in self._steps:
+            rejected = step.rejected
+            for token in step.emitted:
                 row = next(recorded, {})
                 if token.origin == TARGET:  # the first rejected token was verified by the same row
                     decoded = [replace(each, text=self._decoded(each.id)) for each in rejected]
                     tokens += [_verified(each, {} if i else row) for i, each in enumerate(decoded)]
-                    rejected = []
+                    rejected = ()
                 piece = detokenizer.push(token.id)
                 special = "" if piece else self._decoded(token.id)
                 mark = "" if "\N{REPLACEMENT CHARACTER}" in special else special
@@ -139,20 +152,6 @@ def _verified(token: Token, row: Mapping[int, Logprob]) -> Token:
     return token if entry is None else replace(token, p=math.exp(entry.logprob), rank=entry.rank)
 
 
-def _trace_step(number: int, step: StepOutput) -> TraceStep:
-    path, draft = step.verdict.path, step.draft
-    more = bool(draft.children[(path[-1] if path else -1) + 1])
-    return TraceStep(
-        number=number,
-        timings=step.timings,
-        drafted=len(draft),
-        verified=len(path) + more,
-        accepted=len(path),
-        emitted=len(step.tokens),
-        prompt=step.position == 0,
-    )
-
-
 def _drafted(draft: Draft, node: int, origin: str, step: int) -> Token:
     score = None if draft.scores is None else min(1.0, math.exp(draft.scores[node]))
     return Token(draft.ids[node], "", origin, step, q=draft.chance(node), score=score)
@@ -163,13 +162,11 @@ def _others(row: Mapping[int, Logprob], token: int) -> tuple[tuple[str, float], 
     return tuple((each.decoded_token, math.exp(each.logprob)) for each in ranked)
 
 
-def wilson(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Returns Wilson's score interval of hits / trials, (0, 1) for no trials.
-
-    z: Standard errors; the default is 95 %.
-    """
+def wilson(hits: int, trials: int) -> tuple[float, float]:
+    """Returns Wilson's score interval of hits / trials at 95 %, (0, 1) for no trials."""
     if trials <= 0:
         return 0.0, 1.0
+    z = NormalDist().inv_cdf(0.975)
     share, weight = hits / trials, z * z / trials
     middle = (share + weight / 2) / (1 + weight)
     reach = z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)
@@ -228,8 +225,9 @@ def _timeline(trace: Trace) -> Markup:
 def _lap(step: TraceStep) -> StepLap:
     t = step.timings
     shared = f", {t.batch} sequences" if t.batch > 1 else ""
-    note = f"{step.drafted} drafted, {step.accepted} accepted, {step.emitted} emitted{shared}"
-    return StepLap(step.number, (t.propose, t.score, t.verify, t.commit), f"+{step.emitted}", note)
+    emitted = len(step.emitted)
+    note = f"{step.drafted} drafted, {step.accepted} accepted, {emitted} emitted{shared}"
+    return StepLap(step.number, (t.propose, t.score, t.verify, t.commit), f"+{emitted}", note)
 
 
 def _positions(trace: Trace) -> Markup:
@@ -250,6 +248,6 @@ def _positions(trace: Trace) -> Markup:
 
 
 def _sizes(trace: Trace) -> Markup:
-    counts = Counter(step.emitted for step in trace.steps)
+    counts = Counter(len(step.emitted) for step in trace.steps)
     items = [Bar(f"{size} token{'s' if size != 1 else ''}", count) for size, count in sorted(counts.items())]
     return bars("Steps by tokens emitted", items, "steps")

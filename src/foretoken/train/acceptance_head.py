@@ -5,11 +5,10 @@ token and 0 or 1 of an argmax, instead of single outcomes (SpecDec++, 2405.19715
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +97,12 @@ def train_acceptance(
         head.to(where)
         trainer = run.trainer(head, config, lambda row: -row["loss_greedy"] - row["loss_drawn"])
         trainer.shorten(time.monotonic() - started)
-        trainer.run(_batches(examples["train"], trainer, where), _loss(head), lambda: _evaluated(head, examples, where))
+
+        def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+            chance, x = batch
+            return F.binary_cross_entropy_with_logits(head(x), chance)
+
+        trainer.run(_batches(examples["train"], trainer, where), loss, lambda: _evaluated(head, examples, where))
         return run.write(
             f"acceptance {run.name} --model {target.name} --draft-model {draft.name} {changed_options(settings)}",
             corpus.name,
@@ -192,14 +196,6 @@ def _batches(examples: AcceptanceExamples, trainer: Trainer, where: torch.device
         rows = rng.integers(0, len(examples.chance), trainer.config.batch)
         yield examples.chance[rows].to(where), examples.x[rows].to(where)
         step += 1
-
-
-def _loss(head: Classifier) -> Callable[[Any], Tensor]:
-    def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
-        chance, x = batch
-        return F.binary_cross_entropy_with_logits(head(x), chance)
-
-    return loss_fn
 
 
 def _save(head: Classifier, folder: Path) -> None:

@@ -114,10 +114,9 @@ class EarlyExitHead(Head):
 
     samples = True
 
-    def __init__(self, config: EarlyExitTrainConfig, target: FrozenTarget, counts: Tensor, depths: int = 4) -> None:
+    def __init__(self, config: EarlyExitTrainConfig, target: FrozenTarget, counts: Tensor) -> None:
         super().__init__()
-        self.depths, self.exit_layer = depths, config.tapped(target.layers)
-        self.taps = (self.exit_layer,)
+        self.depths, self.taps = 4, (config.tapped(target.layers),)
         self.norm = RmsNorm(target.hidden, target.config.rms_norm_eps)
         self.adapter = nn.Linear(target.hidden, target.hidden, bias=False)
         nn.init.zeros_(self.adapter.weight)
@@ -134,7 +133,7 @@ class EarlyExitHead(Head):
         return Drafted([logits[:, 1 + depth : 1 + depth + roots] for depth in range(depths)])
 
     def describe(self, target: FrozenTarget) -> dict[str, Any]:
-        return {"model_type": "foretoken_early_exit", "hidden_size": target.hidden, "exit_layer": self.exit_layer}
+        return {"model_type": "foretoken_early_exit", "hidden_size": target.hidden, "exit_layer": self.taps[0]}
 
 
 class DFlashHead(Head):

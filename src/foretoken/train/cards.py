@@ -30,9 +30,10 @@ from foretoken.train.runs import command_line
 from foretoken.train.shapes import DRAFT_SHAPE, HYBRID_TYPE, TARGET_SHAPE
 
 _PROMPTS, _TOKENS = 24, 128  # of a measurement of a head
+_WINDOW = 512  # tokens of a window of held-out text
 
 
-def measure_pair(target: Path, draft: Path, corpus: Corpus, batch: int = 16, window: int = 512) -> dict[str, float]:
+def measure_pair(target: Path, draft: Path, corpus: Corpus) -> dict[str, float]:
     """Returns overlap, argmax agreement and loss of ``draft`` with ``target`` on held-out files, in bfloat16.
 
     Raises InvalidRequest if the two do not share a vocabulary.
@@ -40,18 +41,18 @@ def measure_pair(target: Path, draft: Path, corpus: Corpus, batch: int = 16, win
     cpu, tokenizer = torch.device("cpu"), load_tokenizer(target)
     if tokenizer.get_vocab() != load_tokenizer(draft).get_vocab():
         raise InvalidRequest(f"{target} and {draft} have different vocabularies; distil the draft from this target")
-    held_out = held_out_batches(encode(corpus.held_out, tokenizer), batch, window)
+    held_out = held_out_batches(encode(corpus.held_out, tokenizer), 16, _WINDOW)
     return measure(FrozenTarget(target, cpu), FrozenTarget(draft, cpu).model, held_out) | {
         "held_out_tokens": float(sum(b.numel() for b in held_out))
     }
 
 
-def measure_int8(target: Path, corpus: Corpus, window: int = 512) -> dict[str, float]:
+def measure_int8(target: Path, corpus: Corpus) -> dict[str, float]:
     """Returns the held-out loss (nats per token) of ``target`` on our runtime, in bfloat16 and quantized to int8."""
     plain = load_model(target, "bfloat16", "cpu", "native")
     int8 = load_model(target, "bfloat16", "cpu", "native", quantization="int8")
     stream = encode(corpus.held_out, load_tokenizer(target))
-    batches = held_out_batches(stream, 1, min(window, plain.max_length))
+    batches = held_out_batches(stream, 1, min(_WINDOW, plain.max_length))
     windows = [row for batch in batches for row in batch.tolist()]
     return {"held_out_loss_bfloat16": _loss(plain, windows), "held_out_loss_int8": _loss(int8, windows)}
 

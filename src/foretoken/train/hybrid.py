@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-CHUNK = 64  # rows of a chunk
+CHUNK = 64  # rows of a chunk, a power of two
 
 
 class _ShortConvolution(torch.autograd.Function):
@@ -92,7 +92,7 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
     return out
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = CHUNK) -> Tensor:
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Returns the outputs [B, T, heads, Dv], float32, of S <- exp(g) S; S <- S + beta k (v - k^T S); q^T S / sqrt(Dk).
 
     Args:
@@ -101,10 +101,9 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, c
         v: Values [B, T, heads, Dv].
         g: Logarithms of decays [B, T, heads], not positive.
         beta: Fractions of a row that the state takes [B, T, heads].
-        chunk: Rows of a chunk, a power of two.
     """
     length = v.shape[1]
-    chunk = min(chunk, 1 << (length - 1).bit_length())
+    chunk = min(CHUNK, 1 << (length - 1).bit_length())
     pad = -length % chunk
 
     def chunked(x: Tensor) -> Tensor:
