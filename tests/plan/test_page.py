@@ -16,25 +16,23 @@ from foretoken.plan.page import endpoint_page, from_record, page
 from foretoken.plan.predictors import Predictor
 from foretoken.plan.simulator import DraftingOption, RemoteDraftingEstimate
 
+from .made_up import plan_row
+
 
 def row(method: str, depth: int, tokens: float, cost: float, rates: tuple[float, ...] = (), **facts) -> PlanRow:
-    return PlanRow(
-        name=f"{method} tiny-1m",
-        method=method,
-        config={"method": method, "num_speculative_tokens": depth},
-        tokens_per_pass=tokens,
-        tokens_per_pass_low=tokens * 0.95,
-        speedup=tokens / cost,
-        low=tokens / cost * 0.92,
-        end_to_end=tokens / cost * 0.9,
-        step_seconds=0.02 * cost,
-        draft_seconds=0.001,
-        plain_seconds=0.02,
-        acceptance=rates,
-        estimator="distribution",
-        requests=12,
-        **{"tokens_per_pass_high": tokens * 1.05, "high": tokens / cost * 1.09, "temperature": 0.0, "batch": 1} | facts,
-    )
+    made = {
+        "name": f"{method} tiny-1m",
+        "tokens_per_pass": tokens,
+        "tokens_per_pass_low": tokens * 0.95,
+        "tokens_per_pass_high": tokens * 1.05,
+        "low": tokens / cost * 0.92,
+        "high": tokens / cost * 1.09,
+        "end_to_end": tokens / cost * 0.9,
+        "step_seconds": 0.02 * cost,
+        "plain_seconds": 0.02,
+        "acceptance": rates,
+    }
+    return plan_row(method, depth, tokens / cost, **made | facts)
 
 
 def planned() -> Plan:

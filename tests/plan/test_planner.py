@@ -26,31 +26,15 @@ from foretoken.propose.methods import METHODS
 from foretoken.propose.suffix import Lookup
 from foretoken.speculation import Builder
 
+from .made_up import plan_row
+
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
 WARM = SamplingLaw()
 
 
-def row(name: str, depth: int, speedup: float, temperature: float = 0.0, batch: int = 1, off: float = 0.1) -> PlanRow:
-    return PlanRow(
-        name=name,
-        method="ngram",
-        config={"method": "ngram", "num_speculative_tokens": depth},
-        temperature=temperature,
-        batch=batch,
-        tokens_per_pass=speedup,
-        tokens_per_pass_low=speedup - off,
-        tokens_per_pass_high=math.inf,
-        speedup=speedup,
-        low=speedup - off,
-        high=speedup + off,
-        end_to_end=speedup,
-        step_seconds=0.01,
-        draft_seconds=0.0,
-        plain_seconds=0.01,
-        acceptance=(0.5,),
-        estimator="text",
-        requests=1,
-    )
+def row(name: str, depth: int, speedup: float, temperature: float = 0.0) -> PlanRow:
+    bounds = {"tokens_per_pass_high": math.inf, "low": speedup - 0.1, "high": speedup + 0.1}
+    return plan_row("ngram", depth, speedup, name=name, temperature=temperature, **bounds)
 
 
 def test_the_best_is_chosen_and_plain_decoding_where_nothing_gains():

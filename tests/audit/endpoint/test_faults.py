@@ -47,28 +47,17 @@ def test_greedy_texts_and_log_probabilities(fault):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chat_only", [False, True])
 @pytest.mark.parametrize("fault", ["", *TUNED])
-def test_parameters_that_change_the_distribution(fault, monkeypatch):
-    names = [TUNED[fault]] if fault else list(TUNED.values())
+def test_parameters_that_change_the_distribution(fault, chat_only, monkeypatch):
+    names = [TUNED[fault]] if fault else [*TUNED.values(), *["presence_penalty"] * chat_only]
     monkeypatch.setattr(checks, "TUNINGS", {name: checks.TUNINGS[name] for name in names})
-    with tasked(Behaviour(fault)) as task:
+    with tasked(Behaviour(fault, chat_only=chat_only)) as task:
         found = checks.tuned_findings(task)
     assert {each.plain for each in found} == {Treatment.HONOURED}, found
     for each in found:
         assert (each.speculative is Treatment.HONOURED) is not bool(fault), each
         assert each.outcome is (CheckOutcome.FAILED if fault else CheckOutcome.PASSED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["", *TUNED])
-def test_parameters_of_a_server_that_has_chats_alone(fault, monkeypatch):
-    names = [TUNED[fault]] if fault else [*TUNED.values(), "presence_penalty"]
-    monkeypatch.setattr(checks, "TUNINGS", {name: checks.TUNINGS[name] for name in names})
-    with tasked(Behaviour(fault, chat_only=True)) as task:
-        found = checks.tuned_findings(task)
-    for each in found:
-        assert each.plain is Treatment.HONOURED, found
-        assert each.outcome is (CheckOutcome.FAILED if fault else CheckOutcome.PASSED), each
 
 
 @pytest.mark.slow

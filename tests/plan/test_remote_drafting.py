@@ -12,6 +12,8 @@ from foretoken.plan.page import page
 from foretoken.plan.simulator import LOCAL, REMOTE_STRATEGIES, check_rtt, conditional, remote_drafting
 from foretoken.plan.strategies import sequential_seconds
 
+from .made_up import plan_row
+
 CHANCE = 0.8
 
 
@@ -23,30 +25,16 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 def row(depth: int, target: float, step: float, name: str = "draft_model d", **changed: Any) -> PlanRow:
     tokens = (1 - CHANCE ** (depth + 1)) / (1 - CHANCE)
     seconds = target + depth * step
-    speedup = tokens * target / seconds
-    return PlanRow(
-        **{
-            "name": name,
-            "method": "draft_model",
-            "temperature": 0.0,
-            "batch": 1,
-            "tokens_per_pass": tokens,
-            "config": {"method": "draft_model", "model": "d", "num_speculative_tokens": depth},
-            "tokens_per_pass_low": tokens,
-            "tokens_per_pass_high": tokens,
-            "speedup": speedup,
-            "low": speedup,
-            "high": speedup,
-            "end_to_end": speedup,
-            "step_seconds": seconds,
-            "draft_seconds": depth * step,
-            "plain_seconds": target,
-            "acceptance": tuple(CHANCE ** (i + 1) for i in range(depth)),
-            "estimator": "distribution",
-            "requests": 4,
-        }
-        | changed
-    )
+    facts: dict[str, Any] = {
+        "name": name,
+        "tokens_per_pass": tokens,
+        "config": {"method": "draft_model", "model": "d", "num_speculative_tokens": depth},
+        "step_seconds": seconds,
+        "draft_seconds": depth * step,
+        "plain_seconds": target,
+        "acceptance": tuple(CHANCE ** (i + 1) for i in range(depth)),
+    }
+    return plan_row("draft_model", depth, tokens * target / seconds, **facts | changed)
 
 
 def chain(target: float, step: float, **changed: Any) -> list[PlanRow]:
