@@ -116,7 +116,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def metrics(clock: Clock) -> Metrics:
-    return Metrics("m", FakeUsage, clock=clock)
+    return Metrics("m", FakeUsage, lambda step: "", clock)
 
 
 def shown(metrics: Metrics) -> dict[str, float]:
@@ -203,7 +203,7 @@ def test_requests_and_usage(metrics: Metrics) -> None:
 
 
 def test_unbounded_memory_has_no_share() -> None:
-    assert shown(Metrics("m", lambda: FakeUsage(kv_capacity=0)))["foretoken:kv_cache_usage_perc"] == 0
+    assert shown(Metrics("m", lambda: FakeUsage(kv_capacity=0), lambda step: ""))["foretoken:kv_cache_usage_perc"] == 0
 
 
 def test_dropped_requests_are_forgotten(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_the_page_stands_a_strict_reader(metrics: Metrics) -> None:
 
     metrics.on_steps([chain(3, 2)])
     metrics.on_first_token(0.2)
-    assert len(list(strict_families(generate_latest(metrics.registry).decode()))) > 15
+    assert len(list(strict_families(generate_latest(metrics).decode()))) > 15
 
 
 def names(metrics: Metrics) -> set[str]:
@@ -260,6 +260,7 @@ def named(text: str) -> set[str]:
 
 def test_dashboard_names_what_there_is(metrics: Metrics) -> None:
     dashboard = json.loads((DOCS / "reference" / "grafana.json").read_text())
+    metrics.on_steps([chain(2, 1)])
     used = set().union(*map(named, expressions(dashboard)))
     assert used <= names(metrics)
     assert "foretoken:spec_decode_num_accepted_tokens_per_pos_total" in used

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -133,16 +133,9 @@ class _Speculation:
 class MetricsPage(Collector):
     """Metrics of one page for Prometheus."""
 
-    @property
-    def registry(self) -> CollectorRegistry:
-        """A registry with these metrics alone."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        return registry
-
     def render(self) -> Response:
         """Returns the answer of ``GET /metrics``."""
-        return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(self), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 class Metrics(MetricsPage):
@@ -155,8 +148,7 @@ class Metrics(MetricsPage):
         self,
         model_name: str,  # label of all metrics
         usage: Callable[[], SchedulerUsage],  # returns the load of the engine; called when metrics are read
-        # returns the method that drafted in a step, for the label ``method``; without it the label is empty
-        method_of: Callable[[StepOutput], str] | None = None,
+        method_of: Callable[[StepOutput], str],  # returns the method that drafted in a step, for the label ``method``
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model, self._usage, self._method_of, self._clock = model_name, usage, method_of, clock
@@ -167,8 +159,6 @@ class Metrics(MetricsPage):
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._speculation: dict[str, _Speculation] = defaultdict(_Speculation)
         self._alarms: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
-        if method_of is None:
-            self._speculation[""] = _Speculation()  # counters exist, at 0, before the first draft
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._last: dict[int, float] = {}  # time of each sequence's last tokens, the latest last
 
@@ -185,7 +175,7 @@ class Metrics(MetricsPage):
                 if step.alarm is not None:
                     self._alarms[step.alarm] += 1
                 if len(step.draft):
-                    self._speculation[self._method_of(step) if self._method_of else ""].add(step)
+                    self._speculation[self._method_of(step)].add(step)
                 if step.tokens:
                     self._generation_tokens += len(step.tokens)
                     before = self._last.pop(step.sequence, None)
@@ -240,7 +230,7 @@ class Metrics(MetricsPage):
         return methods
 
     def collect(self) -> Iterator[Metric]:
-        """Returns all metrics. Called by the registry."""
+        """Returns all metrics."""
         usage = self._usage()
         with self._lock:
             families = [*self._engine(usage), *self._counted(), *self._speculated(), *self._distributions()]
