@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.errors import ApiError, headers_too_large, invalid_key, too_many_requests
 from foretoken.serve.keyring import KeyRing, KeyUsage, check_scope, needed_scope, scopes_without_key
-from foretoken.serve.request_log import RequestLog
+from foretoken.serve.request_log import log_request
 from foretoken.serve.request_state import Access, state_of
 from foretoken.serve.settings import ServerSettings
 
@@ -38,20 +39,20 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        log, is_open = RequestLog(scope, send), scope["path"] in self._open_paths
+        request, began, is_open = scope, time.monotonic(), scope["path"] in self._open_paths
         if scope["method"] == "HEAD":  # uvicorn sends the headers of the answer alone
             scope = {**scope, "method": "GET"}
         try:
             headers = Headers(scope=scope)
             self._check_head(headers)
             if is_open:
-                await self._app(scope, receive, log.send)
+                await self._app(scope, receive, send)
             else:
-                await self._guarded(scope, headers, receive, log.send)
+                await self._guarded(scope, headers, receive, send)
         except ApiError as refusal:
-            await refusal.response(scope)(scope, receive, log.send)
+            await refusal.response(scope)(scope, receive, send)
         finally:
-            log.log(logging.DEBUG if is_open else logging.INFO)
+            log_request(request, time.monotonic() - began, logging.DEBUG if is_open else logging.INFO)
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Passes a request to the app. Raises ApiError if it is refused."""

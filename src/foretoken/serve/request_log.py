@@ -11,7 +11,7 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.serve.request_state import RequestSummary, state_of
@@ -36,50 +36,39 @@ _SUMMARY_FIELDS = ("model", "finish_reason", *_TOKENS, "queue_seconds", "first_t
 _RATES = ("mean_acceptance_length", "draft_acceptance_rate")
 
 
-class RequestLog:
-    """Records the status of one answer, and logs it with the outcome of its request."""
+def log_request(scope: Scope, seconds: float, level: int) -> None:
+    """Logs a request that is over, with its outcome."""
+    if not _log.isEnabledFor(level):
+        return
+    path = scope["path"].encode("unicode_escape").decode()  # one line, whatever was sent
+    state = state_of(scope)
+    words = "%s %s %s %.2f s %s"
+    values = (scope["method"], path, "gone" if state.status is None else state.status, seconds, state.id)
+    _log.log(level, words, *values, extra={_FIELDS: _fields(scope, seconds)})
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope, self._send = scope, send
-        self._began = time.monotonic()
 
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            state_of(self._scope).status = message["status"]
-        await self._send(message)
-
-    def log(self, level: int) -> None:
-        """Logs the request once it is over."""
-        if not _log.isEnabledFor(level):
-            return
-        scope, seconds = self._scope, time.monotonic() - self._began
-        path = scope["path"].encode("unicode_escape").decode()  # one line, whatever was sent
-        state = state_of(scope)
-        words = "%s %s %s %.2f s %s"
-        values = (scope["method"], path, "gone" if state.status is None else state.status, seconds, state.id)
-        _log.log(level, words, *values, extra={_FIELDS: self._fields(seconds)})
-
-    def _fields(self, seconds: float) -> dict[str, Any]:
-        scope, state = self._scope, state_of(self._scope)
-        summary = state.summary
-        fields: dict[str, Any] = {
-            "request_id": state.id or None,
-            "method": scope["method"],
-            "path": scope["path"],
-            "status": state.status,
-            "seconds": seconds,
-            "key": state.access.name,
-            "trace_id": state.trace_id,
-        }
-        if summary is not None:
-            fields |= {name: getattr(summary, name) for name in _SUMMARY_FIELDS}
-            fields["speculative_method"] = summary.method
-            fields |= {rate: round(summary.speculation[rate], 4) for rate in _RATES}
-        return {
-            name: round(value, 6) if isinstance(value, float) else value
-            for name, value in fields.items()
-            if value is not None
-        }
+def _fields(scope: Scope, seconds: float) -> dict[str, Any]:
+    """Returns the fields of a log line. Those of None are omitted."""
+    state = state_of(scope)
+    summary = state.summary
+    fields: dict[str, Any] = {
+        "request_id": state.id or None,
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": state.status,
+        "seconds": seconds,
+        "key": state.access.name,
+        "trace_id": state.trace_id,
+    }
+    if summary is not None:
+        fields |= {name: getattr(summary, name) for name in _SUMMARY_FIELDS}
+        fields["speculative_method"] = summary.method
+        fields |= {rate: round(summary.speculation[rate], 4) for rate in _RATES}
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in fields.items()
+        if value is not None
+    }
 
 
 class JsonFormatter(logging.Formatter):

@@ -101,7 +101,7 @@ def state_of(scope: Scope) -> RequestState:
 
 
 class RequestIdMiddleware:
-    """ASGI middleware. Also passes the identifier on to replicas, and adds the header about unknown fields."""
+    """ASGI middleware. Also records the status of the answer, and adds the header about unknown fields."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -119,6 +119,7 @@ class RequestIdMiddleware:
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
+                state.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = state.id
                 if scope["path"].startswith("/v1/messages"):
