@@ -163,7 +163,7 @@ class Service:
         """Queues a request. Raises InvalidRequest, Overloaded or ServerUnavailable."""
         params, body = prepared.params, prepared.body
         if params.logprobs is not None or params.prompt_logprobs is not None or params.explain:
-            await self.worker.run_in_thread(self.token_text.load)
+            await self.worker.run_in_thread(lambda: self.token_text.pieces)
         try:
             generation = await self.worker.submit(
                 [prompt.ids for prompt in prepared.prompts],

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
@@ -16,22 +17,18 @@ Entries = Mapping[int, Logprob]
 
 
 class TokenText:
-    """Returns the bytes and texts of token ids. ``load`` must be called first and takes a while."""
+    """Returns the bytes and texts of token ids. The first use of ``pieces`` takes a while."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._pieces: Pieces | None = None
-        self._loaded = False
 
-    def load(self) -> None:
-        """Reads the tokenizer. Further calls do nothing."""
-        if self._loaded:
-            return
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The bytes of all tokens; None if they are unknown, so that decoded texts are used."""
         try:
-            self._pieces = Pieces(self._tokenizer)
+            return Pieces(self._tokenizer)
         except InvalidRequest:
-            self._pieces = None  # its bytes are unknown, so decoded texts are used
-        self._loaded = True
+            return None
 
     def of(self, token: int) -> bytes:
         """Returns the bytes of a token, possibly only part of a character; of a special token those of its name."""
@@ -39,9 +36,9 @@ class TokenText:
 
     def visible(self, token: int) -> bytes:
         """Returns the bytes that the token adds to a text. Special tokens add none."""
-        if self._pieces is None:
+        if self.pieces is None:
             return str(self._tokenizer.decode([token], skip_special_tokens=True)).encode()
-        return self._pieces.piece(token) or b""
+        return self.pieces.piece(token) or b""
 
     def text(self, token: int) -> str:
         """Returns the token as text, with U+FFFD for a part of a character."""
