@@ -4,11 +4,11 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import openai
@@ -38,6 +38,9 @@ def _patient_server() -> Iterator[None]:
 class Running:
     """A server that runs. ``url`` has no slash at its end."""
 
+    patience: ClassVar[float] = PATIENCE
+    pause: ClassVar[float] = 0.01  # seconds between looks
+
     url: str
     worker: Worker
     app: Any
@@ -45,17 +48,22 @@ class Running:
     @property
     def client(self) -> openai.OpenAI:
         """OpenAI's own, without retries."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=self.patience)
 
     def post(self, body: Any, path: str = "completions", **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=PATIENCE, **options)
+        """Sends a value, or JSON as it is in bytes or parts of them."""
+        if isinstance(body, bytes | Iterator):
+            options |= {"content": body, "headers": {"Content-Type": "application/json", **options.get("headers", {})}}
+        else:
+            options["json"] = body
+        return httpx.post(f"{self.url}/v1/{path}", timeout=self.patience, **options)
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for it."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + self.patience
         while not condition():
             assert time.monotonic() < end, "it did not happen"
-            time.sleep(0.01)
+            time.sleep(self.pause)
 
     def idle(self) -> bool:
         return not (self.worker.busy or self.worker.engine.busy)
@@ -87,6 +95,11 @@ def running(
             server.should_exit = True
             thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def chunks_of(lines: Iterable[str]) -> list[Any]:
+    """The data of the events of a stream without its end mark, from its lines."""
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
 def events_of(stream: str) -> list[tuple[str, Any]]:

@@ -1,13 +1,12 @@
 """/v1/completions through OpenAI's own client."""
 
-import json
 import math
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import PATIENCE, Running, chunks_of, running
 
 from foretoken import LLM, SamplingParams, zoo
 
@@ -221,8 +220,8 @@ def test_lines_end_where_every_reader_ends_them(server: Running) -> None:
     odd = "\u2028\u2029\x85\x1c é🙂"
     body = {"prompt": "x", "max_tokens": 60, "structured_outputs": {"choice": [odd]}, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
-        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
-    assert "".join(choice["text"] for line in lines for choice in json.loads(line[6:])["choices"]) == odd
+        chunks = chunks_of(answer.iter_lines())
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == odd
 
 
 def test_cached_tokens_are_told(noisy: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import Running, running
 
 from foretoken import LLM
 from foretoken.core.errors import InvalidRequest
@@ -102,15 +102,13 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     ],
 )
 def test_completions_refused(server: Running, body: Any, param: str | None, words: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON, timeout=PATIENCE)
-    error = error_of(answer, 400)
+    error = error_of(server.post(json.dumps(body).encode()), 400)
     assert error["type"] == "invalid_request_error" and error["param"] == param
     assert words in error["message"]
     assert (error["code"] == "context_length_exceeded") == ("context" in words or "more" in words)
 
 
 HUGE = b'{"prompt": "x", "seed": 1%s}' % (b"0" * 5000)
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +157,7 @@ def test_null_is_left_out(server: Running) -> None:
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b"", b'{"prompt": NaN}', b"[" * 100_000, HUGE])
 def test_bodies_that_are_none(server: Running, content: bytes) -> None:
-    assert error_of(httpx.post(f"{server.url}/v1/completions", content=content, headers=JSON), 400)
+    assert error_of(server.post(content), 400)
 
 
 DEEP, WIDE = b'{"prompt": "x", "guided_json": %s}', b'{"prompt": "x", "guided_json": {"a": [%s1]}}'
@@ -182,7 +180,7 @@ DEEP, WIDE = b'{"prompt": "x", "guided_json": %s}', b'{"prompt": "x", "guided_js
 )
 def test_bodies_that_cannot_be_read(server: Running, content: bytes, words: str) -> None:
     for path in ("completions", "chat/completions"):
-        error = error_of(httpx.post(f"{server.url}/v1/{path}", content=content, headers=JSON), 400)
+        error = error_of(server.post(content, path), 400)
         assert words in error["message"]
 
 
@@ -215,7 +213,7 @@ def test_many_wrong_items_cost_no_more_than_one(server: Running, body: dict[str,
 
 
 def test_body_of_another_kind(server: Running) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=json.dumps(OK), headers={"Content-Type": "text/plain"})
+    answer = server.post(json.dumps(OK).encode(), headers={"Content-Type": "text/plain"})
     assert "application/json" in error_of(answer, 400)["message"]
 
 
@@ -313,7 +311,7 @@ def test_own_template_without_tools(limited: Running) -> None:
 def test_large_bodies(limited: Running) -> None:
     large = json.dumps({**OK, "prompt": "x" * 10_000}).encode()
     answers = [
-        httpx.post(f"{limited.url}/v1/completions", content=content, headers=KEY | JSON, timeout=PATIENCE)
+        limited.post(content, headers=KEY)
         for content in (large, iter([large[:5000], large[5000:]]), b"x" * 10_000_000, iter([b"x" * 50_000] * 200))
     ]
     assert [error_of(answer, 413)["code"] for answer in answers] == ["body_too_large"] * 4

@@ -4,12 +4,11 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_origin
 
-import httpx
 import jsonschema
 import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from tests.serve.conftest import PATIENCE, Running
+from tests.serve.conftest import Running
 from tests.serve.test_errors import error_of
 
 from foretoken.serve.administration import AdapterToLoad, AdapterToUnload, SpeculationChange
@@ -221,10 +220,8 @@ LONG = "x " * 9000
 @pytest.mark.parametrize("padding", ["", " " * 2**17], ids=["small", "large"])
 def test_the_field_is_named_where_the_request_is_prepared(server, path, body, param, padding):
     """Here and in the side process. No message speaks of a parameter that was not sent."""
-    headers = {"Content-Type": "application/json"}
-    content = json.dumps({"max_tokens" if path in (C,) else "user": 8 if path == C else "me", **body}) + padding
-    answer = httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=PATIENCE)
-    error = error_of(answer, 404 if param == "model" else 400)
+    content = json.dumps({"max_tokens" if path == C else "user": 8 if path == C else "me", **body}) + padding
+    error = error_of(server.post(content.encode(), path), 404 if param == "model" else 400)
     assert error["param"] == param, error
     for name in ("structured_outputs", "max_completion_tokens", "response_format"):
         assert name in body or name not in error["message"], error

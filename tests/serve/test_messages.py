@@ -192,9 +192,7 @@ def test_count_tokens(server: Running, claude: Any) -> None:
     usage = claude.messages.create(**asked, max_tokens=1).usage
     assert count == usage.input_tokens + usage.cache_read_input_tokens
     body = json.dumps(asked).encode() + b" " * 2**17
-    headers = {"Content-Type": "application/json"}
-    large = httpx.post(f"{server.url}/v1/messages/count_tokens", content=body, headers=headers, timeout=PATIENCE)
-    assert large.json() == {"input_tokens": count}
+    assert server.post(body, "messages/count_tokens").json() == {"input_tokens": count}
 
 
 def test_thinking_is_a_block_of_its_own(spare: LLM) -> None:
@@ -251,7 +249,7 @@ def test_errors_have_anthropics_shape_wherever_they_arise(server: Running, claud
     assert caught.value.body["error"]["type"] == "not_found_error"
     got = httpx.get(f"{server.url}/v1/messages")
     assert got.status_code == 405 and got.json()["type"] == "error"
-    got = httpx.post(f"{server.url}/v1/messages", content=b"{", headers={"Content-Type": "application/json"})
+    got = server.post(b"{", "messages")
     assert got.status_code == 400 and got.json()["error"]["type"] == "invalid_request_error"
     assert (
         "error" in httpx.get(f"{server.url}/v1/messagesx").json()

@@ -1,6 +1,5 @@
 """Parameters of vLLM's and llama.cpp's clients, and vLLM's tokenizer API."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.conftest import Pair
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import PATIENCE, Running, chunks_of, running
 from tests.serve.test_errors import error_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -72,7 +71,7 @@ def test_return_token_ids(any_server: Running) -> None:
     assert chat["prompt_token_ids"] == tokenized["tokens"] and len(chat["choices"][0]["token_ids"]) == 12
     for path, body, wanted in (("completions", PROMPT, whole), ("chat/completions", CHAT, chat["choices"][0])):
         text = any_server.post({**body, "return_token_ids": True, "stream": True}, path).text
-        chunks = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: {")]
+        chunks = chunks_of(text.split("\n\n"))
         ids = [token for chunk in chunks for c in chunk["choices"] for token in c.get("token_ids", ())]
         assert ids == wanted["token_ids"]
         first = chunks[0] if path.startswith("chat") else chunks[0]["choices"][0]

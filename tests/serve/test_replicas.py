@@ -6,14 +6,12 @@ import json
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from tests.serve import test_chat, test_completions, test_errors, test_tools
 from tests.serve.conftest import Running
@@ -49,12 +47,8 @@ SYSTEM = "import os\nimport sys\n\n\n" + "def helper(values):\n    return sorted
 class Distant(Running):
     """One who may take longer."""
 
-    @property
-    def client(self) -> openai.OpenAI:
-        return super().client.with_options(timeout=PATIENCE)
-
-    def post(self, body: Any, path: str = "completions", **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=PATIENCE, **options)
+    patience = PATIENCE
+    pause = 0.1
 
     def figures(self, name: str) -> dict[str, float]:
         """A metric by replica."""
@@ -63,12 +57,6 @@ class Distant(Running):
 
     def metrics(self) -> str:
         return httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < end, "it did not happen"
-            time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import Running, running
 from tests.serve.test_errors import CHAT, OK
 
 from foretoken import LLM
@@ -62,10 +62,10 @@ def test_it_is_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None
 def test_unknown_fields_are_named_in_a_header_or_refused(server, strict, path, body):
     sent = {**body, "zzz": 1, "num_ctx": {"a": 2}}
     for padding in (b"", b" " * 2**17):  # read here, and in the side process
-        content, headers = json.dumps(sent).encode() + padding, {"Content-Type": "application/json"}
-        got = httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=PATIENCE)
+        content = json.dumps(sent).encode() + padding
+        got = server.post(content, path)
         assert got.status_code == 200 and got.headers["x-unknown-fields"] == "num_ctx, zzz"
-        got = httpx.post(f"{strict.url}/v1/{path}", content=content, headers=headers, timeout=PATIENCE)
+        got = strict.post(content, path)
         assert got.status_code == 400 and "unknown field(s): num_ctx, zzz" in got.text
     counted = f'endpoint="/v1/{path}",model_name="stdlib"'
     assert f"foretoken:unknown_request_fields_total{{{counted}}}" in httpx.get(f"{server.url}/metrics").text

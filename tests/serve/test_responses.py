@@ -294,14 +294,10 @@ def test_a_large_body_continues_a_stored_conversation(storing: Running, keeper: 
     body = {**GREEDY, "input": "x = 1", "previous_response_id": one.id}
     small = storing.post(body, "responses").json()
     content = json.dumps(body).encode() + b" " * 2**17
-    large = httpx.post(
-        f"{storing.url}/v1/responses", content=content, headers={"Content-Type": "application/json"}, timeout=30
-    ).json()
+    large = storing.post(content, "responses").json()
     assert small["output"][0]["content"] == large["output"][0]["content"]
     unknown = json.dumps({**body, "previous_response_id": "resp_0"}).encode() + b" " * 2**17
-    got = httpx.post(
-        f"{storing.url}/v1/responses", content=unknown, headers={"Content-Type": "application/json"}, timeout=30
-    )
+    got = storing.post(unknown, "responses")
     assert got.status_code == 400 and got.json()["error"]["code"] == "previous_response_not_found"
 
 

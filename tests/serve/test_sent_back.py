@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import Running, chunks_of, running
 from tests.serve.test_parsers import SCHEMAS, TRANSCRIPTS, output_format
 from transformers import AutoTokenizer
 
@@ -175,7 +174,7 @@ def test_a_demanded_call_that_is_cut_is_no_content(server: Running, choice: Any,
         assert message["content"] == (None if calls else "")
         seen.add(len(calls))
         stream = server.post({**body, "stream": True}, "chat/completions").text
-        chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+        chunks = chunks_of(stream.splitlines())
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert not any(delta.get("content") for delta in deltas)
         streamed = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
@@ -224,5 +223,5 @@ def test_arguments_of_any_depth_go_back(server: Running) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "[" * 50_000}}
     said = {"role": "assistant", "tool_calls": [call]}
     body = {"messages": [USER, said, USER], "max_tokens": 1}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE)
+    answer = server.post(body, "chat/completions")
     assert answer.status_code == 200, answer.text

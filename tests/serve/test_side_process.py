@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import Running, running
 
 from foretoken import LLM
 from foretoken.serve.errors import ApiError, Overloaded
@@ -24,11 +24,6 @@ OK = {"prompt": "def f(x):\n", "max_tokens": 8, "seed": 5}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 5}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 PADDING = b" " * LARGE_BODY  # JSON may be spaced in any way
-
-
-def post(server: Running, content: bytes, path: str) -> httpx.Response:
-    headers = {"Content-Type": "application/json"}
-    return httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=PATIENCE)
 
 
 def without_identifiers(answer: httpx.Response) -> Any:
@@ -62,7 +57,7 @@ def without_identifiers(answer: httpx.Response) -> Any:
 @pytest.mark.usefixtures("preloaded_python")
 def test_completions_are_those_of_small_bodies(server: Running, fields: dict[str, Any]) -> None:
     content = json.dumps({**OK, **fields}).encode()
-    small, large = post(server, content, "completions"), post(server, content + PADDING, "completions")
+    small, large = server.post(content, "completions"), server.post(content + PADDING, "completions")
     assert small.status_code == large.status_code == 200
     assert without_identifiers(small) == without_identifiers(large)
 
@@ -79,7 +74,7 @@ def test_completions_are_those_of_small_bodies(server: Running, fields: dict[str
 @pytest.mark.usefixtures("preloaded_python")
 def test_chats_are_those_of_small_bodies(server: Running, fields: dict[str, Any]) -> None:
     content = json.dumps({**CHAT, **fields}).encode()
-    small, large = post(server, content, "chat/completions"), post(server, content + PADDING, "chat/completions")
+    small, large = server.post(content, "chat/completions"), server.post(content + PADDING, "chat/completions")
     assert small.status_code == large.status_code == 200
     assert without_identifiers(small) == without_identifiers(large)
 
@@ -89,7 +84,7 @@ def test_streams_are_those_of_small_bodies(server: Running) -> None:
     content = json.dumps({**OK, "stream": True, "stream_options": {"include_usage": True}}).encode()
     texts = []
     for body in (content, content + PADDING):
-        events = post(server, body, "completions").text.strip().split("\n\n")
+        events = server.post(body, "completions").text.strip().split("\n\n")
         assert events[-1] == "data: [DONE]"
         chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
         texts.append("".join(choice["text"] for chunk in chunks for choice in chunk["choices"]))
@@ -153,7 +148,7 @@ def test_streams_are_those_of_small_bodies(server: Running) -> None:
 def test_errors_are_those_of_small_bodies(server: Running, content: bytes) -> None:
     """Some of these bodies are large without the padding. Their errors are in ``test_errors``."""
     path = "chat/completions" if b"messages" in content else "completions"
-    small, large = post(server, content, path), post(server, content + PADDING, path)
+    small, large = server.post(content, path), server.post(content + PADDING, path)
     assert small.status_code == large.status_code >= 400
     assert small.json() == large.json()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import PATIENCE, Running, chunks_of, running
 from tests.serve.test_errors import error_of
 from tests.serve.test_keys import bearer, made
 
@@ -118,7 +118,7 @@ def test_no_change_shows_in_a_text(open_server: Running, more: dict[str, Any]) -
     switching = threading.Thread(target=switch)
     with httpx.stream("POST", f"{open_server.url}/v1/completions", json=long, timeout=PATIENCE) as answer:
         switching.start()
-        read = [json.loads(line[6:])["choices"] for line in answer.iter_lines() if line.startswith("data: {")]
+        read = [chunk["choices"] for chunk in chunks_of(answer.iter_lines())]
     done.set()
     switching.join(PATIENCE)
     assert "".join(choice["text"] for choices in read for choice in choices) == whole

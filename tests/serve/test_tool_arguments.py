@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from tests.serve.conftest import PATIENCE, Running
+from tests.serve.conftest import PATIENCE, Running, chunks_of
 from tests.serve.test_parsers import parsed
 
 CALLS = 500
@@ -235,8 +235,7 @@ def test_arguments_of_served_calls_are_valid(server: Running) -> None:
         }
         async with places:
             answer = await client.post(f"{server.url}/v1/chat/completions", json=body)
-        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-        deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
+        deltas = [choice["delta"] for chunk in chunks_of(answer.text.splitlines()) for choice in chunk["choices"]]
         functions = [each["function"] for delta in deltas for each in delta.get("tool_calls") or ()]
         assert functions, answer.text
         return functions[0]["name"], "".join(function.get("arguments") or "" for function in functions)
