@@ -20,7 +20,6 @@ from foretoken.cli.serve_options import (
     OfferOptions,
     ServerRuntimeOptions,
     announce,
-    is_loopback,
     response_store,
     size_in_bytes,
     start_log,
@@ -31,7 +30,7 @@ from foretoken.engine.prompts import read_template
 from foretoken.serve.key_file import read_keys
 from foretoken.serve.parsers.formats import check_parsers
 from foretoken.serve.replicas import ReplicaScale
-from foretoken.serve.settings import AppOptions, ServerSettings, allowed_hosts, bind
+from foretoken.serve.settings import AppOptions, ServerSettings, allowed_hosts, bind, is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

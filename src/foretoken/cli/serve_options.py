@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import secrets
@@ -21,7 +20,7 @@ from foretoken.cli.options import MaxModelLen, RuntimeOptions, TensorParallel, W
 from foretoken.cli.theme import ColorMode, console
 from foretoken.core.checks import parse_size, shown
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.settings import ServerSettings, TlsFiles, tls_files
+from foretoken.serve.settings import ServerSettings, TlsFiles, is_loopback, tls_files
 
 if TYPE_CHECKING:
     from foretoken.serve.request_log import RequestTracer
@@ -271,8 +270,3 @@ def announce(settings: ServerSettings, listening: socket.socket, tls: bool, log_
     out.print(f"playground at [bold]{escape(url)}/[/bold]; Ctrl-C ends", soft_wrap=True)
     if warning:
         out.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether an address is reached from this machine alone."""
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -58,8 +58,7 @@ class AllowedHosts:
         if match is None or (match[1] is not None and _address(match[1]) is None):
             return "*" in self.names
         host = _normal(match[1] or match[2])
-        address = _address(host)
-        if host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback):
+        if host == "localhost" or host.endswith(".localhost") or is_loopback(host):
             return True
         return any(
             name == "*" or host == name or (name.startswith("*.") and host.endswith(name[1:]))
@@ -86,13 +85,17 @@ def allowed_hosts(host: str, bound: str, keys: bool, given: Sequence[str]) -> Al
             raise InvalidRequest(
                 f"--allowed-host must be a host name, an address, *.DOMAIN or *, without scheme and port; got {name!r}"
             )
-    address = _address(bound)
-    loopback = address is not None and address.is_loopback
-    if not given and (keys or not loopback):
+    if not given and (keys or not is_loopback(bound)):
         return None
     always = AllowedHosts(())
     listening_names = [name for name in (host, bound) if not always.allows(f"[{name}]" if ":" in name else name)]
     return AllowedHosts(tuple(dict.fromkeys((*listening_names, *given))))
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether an address is reached from this machine alone."""
+    parsed = _address(address)
+    return parsed is not None and parsed.is_loopback
 
 
 def _normal(name: str) -> str:
