@@ -1,14 +1,17 @@
 """The real server in a thread, on a small model in float32: the bundled draft, with a noisy copy of it to draft."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import httpx
 import openai
@@ -95,6 +98,19 @@ def running(
             server.should_exit = True
             thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+@contextmanager
+def served(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """``foretoken serve`` as users start it, and its standard error."""
+    command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--dtype", "float32", *options]
+    settings = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environment}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=settings) as process:
+        assert process.stderr is not None
+        try:
+            yield process, process.stderr
+        finally:
+            process.kill()
 
 
 def chunks_of(lines: Iterable[str]) -> list[Any]:

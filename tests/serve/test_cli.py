@@ -1,12 +1,12 @@
 """The command: what it refuses before it starts, in one line, and what it says when it runs."""
 
-import os
 import signal
 import subprocess
 import sys
 
 import httpx
 import pytest
+from tests.serve.conftest import served
 
 from foretoken.cli import serve as command
 from foretoken.cli.main import main
@@ -74,20 +74,14 @@ def test_invalid_sizes_are_refused(text: str) -> None:
 @pytest.mark.parametrize("host, keys, warned", [("0.0.0.0", "a b", False), ("0.0.0.0", "", True)])
 def test_the_address_is_said_and_an_open_one_without_keys_warned_of(host: str, keys: str, warned: bool) -> None:
     """The address, and a warning on an open address without keys; Ctrl-C ends it well."""
-    arguments = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--host", host, "--dtype", "float32"]
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "FORETOKEN_API_KEY": keys}
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stderr is not None
-            lines = [process.stderr.readline(), process.stderr.readline()]
-            url = lines[0].split()[-1].replace("0.0.0.0", "127.0.0.1")
-            assert httpx.get(f"{url}/models").status_code == (401 if keys else 200)
-            authorized = {"Authorization": f"Bearer {keys[-1:] or 'x'}"}
-            assert httpx.get(f"{url}/models", headers=authorized).status_code == 200
-            process.send_signal(signal.SIGINT)
-            rest = process.stderr.read()
-            assert process.wait(120) == 0
-        finally:
-            process.kill()
+    with served("--host", host, FORETOKEN_API_KEY=keys) as (process, said):
+        lines = [said.readline(), said.readline()]
+        url = lines[0].split()[-1].replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{url}/models").status_code == (401 if keys else 200)
+        authorized = {"Authorization": f"Bearer {keys[-1:] or 'x'}"}
+        assert httpx.get(f"{url}/models", headers=authorized).status_code == 200
+        process.send_signal(signal.SIGINT)
+        rest = said.read()
+        assert process.wait(120) == 0
     assert lines[0].startswith(f"foretoken at http://{host}:") and "playground" in lines[1]
     assert ("--api-key" in rest) == warned and "GET /v1/models 200" in rest and "Traceback" not in rest

@@ -2,21 +2,17 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import PATIENCE, Running, running, served
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.distributions import NodeDistributions
@@ -219,42 +215,21 @@ def test_worker_tells_failures(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     worker.close()
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """``foretoken serve`` as users start it."""
-    command = [
-        sys.executable,
-        "-m",
-        "foretoken",
-        "serve",
-        "--port",
-        "0",
-        "--dtype",
-        "float32",
-        "--drain-timeout",
-        "120",
-    ]
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
-        assert started.stderr is not None
-        line = started.stderr.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found, line + started.stderr.read()
-        yield started, found[0]
-        started.kill()
-
-
-def test_sigterm_mid_stream(process: tuple[subprocess.Popen[str], str]) -> None:
+def test_sigterm_mid_stream() -> None:
     """The stream goes on to its end, new requests get a 503, and the process ends well."""
-    server, url = process
-    with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=PATIENCE) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        server.send_signal(signal.SIGTERM)
-        end = time.monotonic() + PATIENCE
-        while httpx.get(f"{url}/health").status_code != 503:
-            assert time.monotonic() < end
-        assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 503
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-    assert server.wait(PATIENCE) == 0
+    with served("--drain-timeout", "120") as (server, said):
+        line = said.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found, line + said.read()
+        url, body = found[0], {**LONG, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            end = time.monotonic() + PATIENCE
+            while httpx.get(f"{url}/health").status_code != 503:
+                assert time.monotonic() < end
+            assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 503
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        assert server.wait(PATIENCE) == 0

@@ -3,7 +3,6 @@
 import datetime
 import json
 import logging
-import os
 import signal
 import ssl
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import PATIENCE, Running, running, served
 from tests.serve.test_errors import OK
 
 from foretoken import LLM
@@ -50,11 +49,6 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
     return files
 
 
-def served(*options: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--dtype", "float32", *options]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
-
-
 @pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_tls_with_certificates_of_clients_json_logs_and_reloading(tmp_path: Path) -> None:
@@ -67,30 +61,26 @@ def test_tls_with_certificates_of_clients_json_logs_and_reloading(tmp_path: Path
     options = (*map(str, tls), "--api-key-file", str(keys), "--log-format", "json")
     trusted = ssl.create_default_context(cafile=str(cert))
     trusted.load_cert_chain(client, client_key)
-    with served(*options) as process:
-        try:
-            assert process.stderr is not None
-            url = json.loads(process.stderr.readline())["message"].split()[-1]
-            assert url.startswith("https://")
-            with httpx.Client(verify=trusted) as known:
-                assert known.get(f"{url[:-3]}/ready").json() == {"status": "ok"}
-                assert known.get(f"{url}/models").status_code == 401
-            with pytest.raises(httpx.HTTPError), httpx.Client(verify=ssl.create_default_context(cafile=cert)) as other:
-                other.get(f"{url}/models")
-            renewed, renewed_key = certificate(tmp_path, "renewed")
-            cert.write_bytes(renewed.read_bytes())
-            key.write_bytes(renewed_key.read_bytes())
-            process.send_signal(signal.SIGHUP)
-            lines = [json.loads(process.stderr.readline()) for _ in range(3)]
-            assert any("read the certificate" in line["message"] for line in lines)
-            trusted.load_verify_locations(renewed)
-            with httpx.Client(verify=trusted) as known:
-                known.get(f"{url}/models", headers={"X-Request-Id": "mine"})
-            process.send_signal(signal.SIGTERM)
-            rest = [json.loads(line) for line in process.stderr]
-            assert process.wait(120) == 0
-        finally:
-            process.kill()
+    with served(*options) as (process, said):
+        url = json.loads(said.readline())["message"].split()[-1]
+        assert url.startswith("https://")
+        with httpx.Client(verify=trusted) as known:
+            assert known.get(f"{url[:-3]}/ready").json() == {"status": "ok"}
+            assert known.get(f"{url}/models").status_code == 401
+        with pytest.raises(httpx.HTTPError), httpx.Client(verify=ssl.create_default_context(cafile=cert)) as other:
+            other.get(f"{url}/models")
+        renewed, renewed_key = certificate(tmp_path, "renewed")
+        cert.write_bytes(renewed.read_bytes())
+        key.write_bytes(renewed_key.read_bytes())
+        process.send_signal(signal.SIGHUP)
+        lines = [json.loads(said.readline()) for _ in range(3)]
+        assert any("read the certificate" in line["message"] for line in lines)
+        trusted.load_verify_locations(renewed)
+        with httpx.Client(verify=trusted) as known:
+            known.get(f"{url}/models", headers={"X-Request-Id": "mine"})
+        process.send_signal(signal.SIGTERM)
+        rest = [json.loads(line) for line in said]
+        assert process.wait(120) == 0
     (line,) = [line for line in rest if line.get("request_id") == "mine"]
     assert line["status"] == 401 and line["path"] == "/v1/models" and line["level"] == "info"
 

@@ -12,10 +12,9 @@ import httpx
 import openai
 import pytest
 from tests.models.adapters import ATTENTION, save_adapter
-from tests.serve.conftest import PATIENCE, Running
+from tests.serve.conftest import PATIENCE, Running, served
 from tests.serve.test_errors import error_of
 from tests.serve.test_keys import bearer, made
-from tests.serve.test_operation import served
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli.main import main
@@ -200,18 +199,14 @@ def test_the_command_serves_the_models_of_a_file(tiny_pair: Any, tmp_path: Path)
     names = {"served_model_name": "tiny", "draft_model": str(tiny_pair.draft)}
     plain = {"served_model_name": "plain", "speculative_config": {"method": "none"}, "methods": []}
     file.write_text(json.dumps([{"model": str(tiny_pair.target), **more} for more in (names, plain)]))
-    with served("--model-config", str(file), "--log-format", "json") as process:
-        try:
-            assert process.stderr is not None
-            first, second = (json.loads(process.stderr.readline())["message"] for _ in range(2))
-            assert "tiny" in first and "GiB together" in first and "memory are free" in first
-            url = second.split()[-1]
-            for name, drafts in (("tiny", True), ("plain", False)):
-                body = {"model": name, "prompt": [5, 6, 7], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
-                answer = httpx.post(f"{url}/completions", json={**body, "speculative_tokens": 3}, timeout=PATIENCE)
-                record = answer.json()["metrics"]["speculative_decoding"]
-                assert answer.json()["model"] == name and (record["num_draft_tokens"] > 0) == drafts
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
-        finally:
-            process.kill()
+    with served("--model-config", str(file), "--log-format", "json") as (process, said):
+        first, second = (json.loads(said.readline())["message"] for _ in range(2))
+        assert "tiny" in first and "GiB together" in first and "memory are free" in first
+        url = second.split()[-1]
+        for name, drafts in (("tiny", True), ("plain", False)):
+            body = {"model": name, "prompt": [5, 6, 7], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+            answer = httpx.post(f"{url}/completions", json={**body, "speculative_tokens": 3}, timeout=PATIENCE)
+            record = answer.json()["metrics"]["speculative_decoding"]
+            assert answer.json()["model"] == name and (record["num_draft_tokens"] > 0) == drafts
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
