@@ -63,13 +63,32 @@ class Running:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for it."""
-        end = time.monotonic() + self.patience
-        while not condition():
-            assert time.monotonic() < end, "it did not happen"
-            time.sleep(self.pause)
+        wait_until(condition, self.patience, self.pause)
 
     def idle(self) -> bool:
         return not (self.worker.busy or self.worker.engine.busy)
+
+
+def wait_until(condition: Callable[[], bool], patience: float = PATIENCE, pause: float = 0.01) -> None:
+    end = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(pause)
+
+
+@contextmanager
+def in_thread(server: Server) -> Iterator[str]:
+    """Runs a server in a thread. -> its address, without a slash at its end, once it takes requests"""
+    with bind("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive())
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+    assert not thread.is_alive()
 
 
 @contextmanager
@@ -86,18 +105,8 @@ def running(
     app = create_app(worker, settings, tracer)
     if not prestarted and app.state.service.side_process is not None:
         app.state.service.side_process.start = lambda: None
-    server = Server(app, [worker], drain_timeout=PATIENCE)
-    with bind("127.0.0.1", 0) as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            found = Running(f"http://127.0.0.1:{listening.getsockname()[1]}", worker, app)
-            found.until(lambda: server.started or not thread.is_alive())
-            yield found
-        finally:
-            server.should_exit = True
-            thread.join(PATIENCE)
-    assert not thread.is_alive()
+    with in_thread(Server(app, [worker], drain_timeout=PATIENCE)) as url:
+        yield Running(url, worker, app)
 
 
 @contextmanager

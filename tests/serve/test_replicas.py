@@ -5,7 +5,6 @@ import inspect
 import json
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 from tests.serve import test_chat, test_completions, test_errors, test_tools
-from tests.serve.conftest import Running
+from tests.serve.conftest import Running, in_thread
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.serve.replicas import ReplicaScale
 from foretoken.serve.replicas.front import Front, create_front
 from foretoken.serve.replicas.replica import ReplicaConfig
 from foretoken.serve.server import Server
-from foretoken.serve.settings import ServerSettings, bind
+from foretoken.serve.settings import ServerSettings
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # nodes on loopback
@@ -87,17 +86,8 @@ def server(cluster: str, noisy: Path) -> Iterator[Distant]:
     with replicas(config, scale, 10.0) as answering:
         front = Front(answering, SETTINGS)
         ending = Server(create_front(front, SETTINGS), [front])
-        with bind("127.0.0.1", 0) as listening:
-            thread = threading.Thread(target=ending.run, kwargs={"sockets": [listening]})
-            thread.start()
-            try:
-                url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-                found = Distant(url, front, ending)  # type: ignore[arg-type]
-                found.until(lambda: ending.started or not thread.is_alive())
-                yield found
-            finally:
-                ending.should_exit = True
-                thread.join(PATIENCE)
+        with in_thread(ending) as url:
+            yield Distant(url, front, ending)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import httpx
 import openai
 import pytest
 from tests.models.adapters import ATTENTION, save_adapter
-from tests.serve.conftest import PATIENCE, Running, served
+from tests.serve.conftest import PATIENCE, Running, in_thread, served
 from tests.serve.test_errors import error_of
 from tests.serve.test_keys import bearer, made
 
@@ -22,7 +21,7 @@ from foretoken.cli.serve_engines import read_models
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.app import create_model_group
 from foretoken.serve.server import Server
-from foretoken.serve.settings import ServerSettings, bind
+from foretoken.serve.settings import ServerSettings
 from foretoken.serve.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -53,17 +52,8 @@ def several(spare, small, texts, tmp_path_factory):
     each = [replace(settings, model_names=names) for names in (("stdlib", "usual"), ("tiny",))]
     workers = [Worker(spare), Worker(small)]
     app = create_model_group(workers, each, settings)
-    server = Server(app, workers, drain_timeout=PATIENCE)
-    with bind("127.0.0.1", 0) as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        found = Running(f"http://127.0.0.1:{listening.getsockname()[1]}", workers[0], app)
-        try:
-            found.until(lambda: server.started or not thread.is_alive())
-            yield found, key
-        finally:
-            server.should_exit = True
-            thread.join(PATIENCE)
+    with in_thread(Server(app, workers, drain_timeout=PATIENCE)) as url:
+        yield Running(url, workers[0], app), key
 
 
 @pytest.fixture
