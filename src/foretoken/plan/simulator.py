@@ -20,7 +20,7 @@ PIPELINED = ("dsi", "pearl")
 MARGIN = 1.01  # speedup over the best sequential strategy from which pipelining is called profitable
 
 
-class Varied(NamedTuple):
+class SweptValue(NamedTuple):
     """A value of the setting that a sweep varies."""
 
     name: str  # of the field of ``Setting``
@@ -30,10 +30,10 @@ class Varied(NamedTuple):
 
 
 SWEEPS = {
-    "rtt": Varied("rtt", 1e3, "round trip, ms", " ms round trip"),
-    "acceptance": Varied("acceptance", 1.0, "acceptance", " acceptance"),
-    "verifiers": Varied("verifiers", 1.0, "target servers", " target servers"),
-    "draft-ms": Varied("draft", 1e3, "draft step, ms", " ms a draft step"),
+    "rtt": SweptValue("rtt", 1e3, "round trip, ms", " ms round trip"),
+    "acceptance": SweptValue("acceptance", 1.0, "acceptance", " acceptance"),
+    "verifiers": SweptValue("verifiers", 1.0, "target servers", " target servers"),
+    "draft-ms": SweptValue("draft", 1e3, "draft step, ms", " ms a draft step"),
 }
 
 
