@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -65,7 +65,6 @@ class EngineThread:
         self._assembler = Assembler(self.engine, llm.tokenizer)
         self._generations: dict[int, Generation] = {}  # by sequence
         self._methods: dict[int, str] = {}  # by sequence
-        self._fresh: list[Generation] = []  # not admitted yet
 
     def start(self) -> None:
         """Starts the thread. To be called once."""
@@ -106,7 +105,6 @@ class EngineThread:
 
     def add(self, generation: Generation) -> None:
         """Adds the sequences of a request to the engine. An error ends the request."""
-        self._fresh.append(generation)
         try:
             for request, contexts in generation.built:
                 self._generations.update(dict.fromkeys(request.members, generation))
@@ -117,8 +115,6 @@ class EngineThread:
 
     def drop(self, generation: Generation) -> None:
         """Ends the sequences of a request that are not done. An error in one of them is logged."""
-        if generation in self._fresh:
-            self._fresh.remove(generation)
         for request in generation.requests:
             self._assembler.forget(request)
         for member in generation.members:
@@ -185,7 +181,7 @@ class EngineThread:
             _log.exception("a step failed")
             self._fail(failed, error)
             return
-        self._note_begun({*self.engine.running, *(step.sequence for step in steps)}, now)
+        self._note_begun([*self.engine.running, *(step.sequence for step in steps)], now)
         for listener in self.listeners:
             try:
                 listener(steps)
@@ -193,11 +189,11 @@ class EngineThread:
                 _log.exception("a listener failed")
         self._deliver([delivery for step in steps if (delivery := self._piece(step))])
 
-    def _note_begun(self, sequences: Collection[int], now: float) -> None:
-        begun = [generation for generation in self._fresh if any(member in sequences for member in generation.members)]
-        for generation in begun:
-            generation.began = now
-            self._fresh.remove(generation)
+    def _note_begun(self, sequences: Iterable[int], now: float) -> None:
+        for sequence in sequences:
+            generation = self._generations.get(sequence)
+            if generation is not None and generation.began is None:
+                generation.began = now
 
     def _piece(self, step: StepOutput) -> Delivery | None:
         generation = self._generations.get(step.sequence)
