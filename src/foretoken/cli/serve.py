@@ -25,12 +25,12 @@ from foretoken.cli.serve_options import (
     start_log,
 )
 from foretoken.cli.theme import ColorMode
-from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.core.errors import InvalidRequest
 from foretoken.engine.prompts import read_template
 from foretoken.serve.key_file import read_keys
 from foretoken.serve.parsers.formats import check_parsers
 from foretoken.serve.replicas import ReplicaScale
-from foretoken.serve.settings import AppOptions, ServerSettings, allowed_hosts, bind, is_loopback
+from foretoken.serve.settings import AppOptions, ServerSettings, allowed_hosts, bind, is_loopback, packages_of_extra
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -119,7 +119,10 @@ def serve(options: ServeOptions) -> None:
         load(models.model, models.draft_model, ColorMode.AUTO, **engine)  # returns when the first process ends
     with bind(options.host, options.port) as listening:
         bound = listening.getsockname()[0]
-        _check_packages()
+        with packages_of_extra("serve", "the server needs"):
+            import fastapi  # noqa: F401  # the app needs it, whose other imports would delay the errors before it starts
+
+            import foretoken.serve.limits  # noqa: F401
         keyed = bool(settings.api_keys or settings.key_file)
         settings = replace(
             settings,
@@ -156,15 +159,3 @@ def _opened(
     return replicas_app(
         replica, options.replicas, settings, tracer, options.log.log_level == "debug", limits.drain_timeout
     )
-
-
-def _check_packages() -> None:
-    """Raises ForetokenError if the server's packages are missing."""
-    try:
-        import fastapi  # noqa: F401  # the app needs it, whose other imports would delay the errors before it starts
-
-        import foretoken.serve.limits  # noqa: F401
-    except ImportError as error:
-        raise ForetokenError(
-            f"the server needs packages that are not installed ({error.name}); pip install 'foretoken[serve]'"
-        ) from error

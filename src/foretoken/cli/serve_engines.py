@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.options import load
@@ -20,7 +19,7 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.engine.prompts import read_template
 from foretoken.serve.parsers.formats import check_parsers
 from foretoken.serve.replicas import ReplicaScale, keep_to_itself
-from foretoken.serve.settings import ServerSettings
+from foretoken.serve.settings import ServerSettings, packages_of_extra
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -169,7 +168,10 @@ def replicas_app(
 
     engine: Arguments of ``ReplicaConfig``.
     """
-    deploy = _deploying(alone=scale.address is None)
+    if scale.address is None:
+        keep_to_itself()
+    with packages_of_extra("ray", "replicas need"):
+        from foretoken.serve.replicas import deploy
     from foretoken.serve.replicas.front import Front, create_front
     from foretoken.serve.replicas.replica import ReplicaConfig
 
@@ -179,19 +181,3 @@ def replicas_app(
         settings = replace(settings, max_concurrency=scale.maximum * config.max_requests)
         front = Front(answering, settings)
         yield create_front(front, settings, tracer), [front]
-
-
-def _deploying(alone: bool) -> ModuleType:
-    """Imports ``foretoken.serve.replicas.deploy``. Raises ForetokenError if Ray is missing.
-
-    ``alone`` is whether Ray gets a private cluster.
-    """
-    if alone:
-        keep_to_itself()
-    try:
-        from foretoken.serve.replicas import deploy
-    except ImportError as error:
-        raise ForetokenError(
-            f"replicas need packages that are not installed ({error.name}); pip install 'foretoken[ray]'"
-        ) from error
-    return deploy

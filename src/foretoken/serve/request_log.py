@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.core.errors import InvalidRequest
 from foretoken.serve.request_state import RequestSummary, state_of
+from foretoken.serve.settings import packages_of_extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -117,13 +118,9 @@ class RequestTracer:
                 "--otlp-traces-endpoint must be an HTTP address such as http://localhost:4318/v1/traces, got "
                 f"{endpoint!r}"
             )
-        try:
+        with packages_of_extra("otel", "traces need"):
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError as error:
-            raise ForetokenError(
-                f"traces need packages that are not installed ({error.name}); pip install 'foretoken[otel]'"
-            ) from error
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
 
     def start(self, scope: Scope) -> Span:

@@ -1,4 +1,4 @@
-"""Settings of a server: its options, socket, allowed hosts and TLS.
+"""Settings of a server: its options, packages, socket, allowed hosts and TLS.
 
 Imports nothing heavy, so that errors are raised at once; options of ``foretoken serve`` are generated from them.
 """
@@ -8,7 +8,8 @@ import logging
 import re
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,16 @@ from foretoken.core.verdict import KINDS
 _HEADER = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]+)?")
 _PATTERN = re.compile(r"\*|(?:\*\.)?[a-z0-9_-][a-z0-9._-]*")
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def packages_of_extra(extra: str, user: str) -> Iterator[None]:
+    """Raises ForetokenError if an import in the block fails. user: what needs the packages, such as "traces need"."""
+    try:
+        yield
+    except ImportError as error:
+        install = f"pip install 'foretoken[{extra}]'"
+        raise ForetokenError(f"{user} packages that are not installed ({error.name}); {install}") from error
 
 
 def bind(host: str, port: int) -> socket.socket:
