@@ -1,11 +1,13 @@
 """The command line in this process: arguments in; exit code, standard output and error out."""
 
 import io
+import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,3 +48,10 @@ def pair(tiny_pair: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tiny pair in the place of the bundled one."""
     monkeypatch.setattr("foretoken.zoo.path", lambda role: getattr(tiny_pair, role))
     return tiny_pair
+
+
+def prompts_file(folder: Path, prompts: Sequence[str]) -> Path:
+    """Writes prompts as the commands read them."""
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return file

@@ -7,6 +7,7 @@ import pytest
 from tests.audit.endpoint.fake import Behaviour, serving
 from tests.audit.endpoint.tasks import PROMPTS
 from tests.audit.endpoint.test_engines import Fake, through
+from tests.cli.conftest import prompts_file
 
 from foretoken.audit import Audit, Check, CheckOutcome
 from foretoken.audit.endpoint.engines import EnginePair
@@ -78,9 +79,7 @@ def test_help_names_the_exit_codes(run):
 
 @pytest.fixture
 def prompts(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    return file
+    return prompts_file(tmp_path, PROMPTS)
 
 
 @pytest.mark.slow

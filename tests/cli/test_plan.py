@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from tests.cli.conftest import prompts_file
 from tests.plan.endpoint.simulated import PROMPTS, StreamingBehaviour, streaming
 
 
@@ -50,8 +51,7 @@ def test_a_plan_says_what_to_do(run, tiny_pair, cache):
 
 
 def test_prompts_and_configurations_of_ones_own(run, tiny_pair, cache):
-    prompts = cache / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def f("}\n{"prompt": "import os"}\n')
+    prompts = prompts_file(cache, ["def f(", "import os"])
     config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
     options = f"--model {tiny_pair.target} --prompts {prompts} --max-tokens 8 --turns 3 --temperature 0.8 --color never"
     result = run(f"plan {options}", "--speculative-config", config)
@@ -101,9 +101,7 @@ def test_drafting_on_another_machine_is_predicted_beside_it(run, tiny_pair, cach
 
 @pytest.fixture
 def prompts(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    return file
+    return prompts_file(tmp_path, PROMPTS)
 
 
 @pytest.mark.slow

@@ -25,6 +25,12 @@ from foretoken.serve.settings import ServerSettings, bind
 from foretoken.serve.worker import Worker
 
 PATIENCE = 120.0  # seconds that a test waits for what comes at once where nothing else runs
+DIGIT: dict[str, Any] = {  # parameters of a function
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 NOISE = 0.15  # of the deviation of each weight
 
 

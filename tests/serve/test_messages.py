@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import TypeAdapter
-from tests.serve.conftest import PATIENCE, Running, events_of, running
+from tests.serve.conftest import DIGIT, PATIENCE, Running, events_of, running
 
 from foretoken import LLM, zoo
 from foretoken.serve.settings import ServerSettings
@@ -16,16 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
 USER = [{"role": "user", "content": "def main(args):"}]
 GREEDY: dict[str, Any] = {"model": "stdlib", "messages": USER, "temperature": 0, "max_tokens": 24}
-ADD: Any = {
-    "name": "add",
-    "description": "Adds.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["a"],
-        "additionalProperties": False,
-    },
-}
+ADD: Any = {"name": "add", "description": "Adds.", "input_schema": DIGIT}
 CALLING: dict[str, Any] = {
     "model": "stdlib",
     "messages": USER,

@@ -1,7 +1,7 @@
 """/v1/responses through OpenAI's own client, against the types of its package, and event by event."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from tests.serve.conftest import Running, events_of, running
+from tests.serve.conftest import DIGIT, Running, events_of, running
 
 from foretoken import LLM
 from foretoken.serve.settings import ServerSettings
@@ -18,17 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded_python")]
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 GREEDY: dict[str, Any] = {"model": "stdlib", "input": "def main(args):", "temperature": 0, "max_output_tokens": 24}
-ADD: Any = {
-    "type": "function",
-    "name": "add",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["a"],
-        "additionalProperties": False,
-    },
-}
+ADD: Any = {"type": "function", "name": "add", "strict": True, "parameters": DIGIT}
 CALLING: dict[str, Any] = {
     "model": "stdlib",
     "input": "add(1)",
@@ -65,6 +55,19 @@ def stream_of(server: Running, **body: Any) -> list[tuple[str, Any]]:
     return events
 
 
+OPENING = ["response.created", "response.in_progress"]
+
+
+def item_events(kind: str, names: Sequence[str]) -> list[str]:
+    """The names of the events of one item of text or reasoning, with as many deltas as ``names`` has."""
+    delta = f"response.{kind}.delta"
+    return [
+        *("response.output_item.added", "response.content_part.added"),
+        *(name for name in names if name == delta),
+        *(f"response.{kind}.done", "response.content_part.done", "response.output_item.done"),
+    ]
+
+
 def test_a_response_equals_a_chat_completion(server: Running, client: openai.OpenAI) -> None:
     raw = server.post(GREEDY, "responses").json()
     Response.model_validate(raw, strict=True)
@@ -91,19 +94,8 @@ def test_stream_is_in_openais_order(server: Running) -> None:
     whole = server.post(GREEDY, "responses").json()
     events = stream_of(server, **GREEDY)
     names = [name for name, _ in events]
-    middle = [name for name in names if name == "response.output_text.delta"]
-    assert names == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        *middle,
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
-    ]
-    assert len(middle) > 1
+    assert names == [*OPENING, *item_events("output_text", names), "response.incomplete"]
+    assert names.count("response.output_text.delta") > 1
     data = [data for _, data in events]
     text = "".join(d["delta"] for d in data if d["type"] == "response.output_text.delta")
     assert text == whole["output"][0]["content"][0]["text"] == data[-4]["text"] == data[-3]["part"]["text"]
@@ -155,8 +147,7 @@ def test_function_calls_are_streamed_as_in_the_whole_response(server: Running) -
     names = [name for name, _ in events]
     deltas = [data["delta"] for name, data in events if name == "response.function_call_arguments.delta"]
     assert names == [
-        "response.created",
-        "response.in_progress",
+        *OPENING,
         "response.output_item.added",
         *["response.function_call_arguments.delta"] * len(deltas),
         "response.function_call_arguments.done",
@@ -229,25 +220,8 @@ def test_reasoning_is_an_item_of_its_own(spare: LLM) -> None:
     assert message["content"][0]["text"] == "say a" and whole["status"] == "completed"
     assert 0 < whole["usage"]["output_tokens_details"]["reasoning_tokens"] < whole["usage"]["output_tokens"]
     names = [name for name, _ in events]
-    first = [n for n in names if n == "response.reasoning_text.delta"]
-    second = [n for n in names if n == "response.output_text.delta"]
-    assert names == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        *first,
-        "response.reasoning_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.output_item.added",
-        "response.content_part.added",
-        *second,
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
+    reasoning, text = item_events("reasoning_text", names), item_events("output_text", names)
+    assert names == [*OPENING, *reasoning, *text, "response.completed"]
 
 
 def test_a_stored_conversation_goes_on(keeper: openai.OpenAI) -> None:
