@@ -183,13 +183,10 @@ class KeyRing:
             Identity(hashed, Access(f"api-key-{number}", scopes)) for number, hashed in enumerate(digests, 1)
         ]
         self._filed: list[Identity] = []
-        self._usages: dict[str, KeyUsage] = {}  # by hash
         self._seen: tuple[int, ...] | None = None  # of the file, when it was last read
         self._next_look = 0.0
         if file is not None:
-            self._seen = _fingerprint(file)
-            self._take(read_keys(file))
-            _warn_if_readable(file)
+            self._read(file)
 
     @property
     def asks(self) -> bool:
@@ -226,15 +223,12 @@ class KeyRing:
         """Reads the file again. A bad file leaves the keys as they are, and the log says why."""
         if self._file is None:
             return
-        self._seen = _fingerprint(self._file)
         try:
-            records = read_keys(self._file)
+            self._read(self._file)
         except InvalidRequest as error:
             _log.error("the API keys stay as they were: %s", error)
-            return
-        self._take(records)
-        _warn_if_readable(self._file)
-        _log.info("read %d API keys from %s", len(records), self._file)
+        else:
+            _log.info("read %d API keys from %s", len(self._filed), self._file)
 
     def _look(self) -> None:
         now = self._clock()
@@ -243,13 +237,18 @@ class KeyRing:
             if _fingerprint(self._file) != self._seen:
                 self.reload()
 
-    def _take(self, records: Sequence[KeyRecord]) -> None:
-        before, self._usages, self._filed = self._usages, {}, []
+    def _read(self, file: Path) -> None:
+        """Takes over the keys of a file, and keeps what each has used. Raises InvalidRequest."""
+        self._seen = _fingerprint(file)
+        records = read_keys(file)
+        before, self._filed = {identity.digest: identity.usage for identity in self._filed}, []
         for record in records:
-            usage = self._usages[record.sha256] = before.get(record.sha256) or KeyUsage(record, self._clock)
+            hashed = bytes.fromhex(record.sha256)
+            usage = before.get(hashed) or KeyUsage(record, self._clock)
             usage.update(record)
             access = Access(record.name, frozenset(record.scopes), record.models)
-            self._filed.append(Identity(bytes.fromhex(record.sha256), access, usage, record.expiry()))
+            self._filed.append(Identity(hashed, access, usage, record.expiry()))
+        _warn_if_readable(file)
 
 
 def _fingerprint(file: Path) -> tuple[int, ...] | None:

@@ -147,9 +147,6 @@ def _parameter(tag: Mapping[str, str | None], value: str, tags: ParameterTags, s
     return f"{dumps(name)}: {dumps(typed(value, schema))}"
 
 
-Calls = list[tuple[str, dict[str, Any]]]
-
-
 def python_body(writer: CallWriter) -> Reading:
     """Reads a list of Python calls with keyword arguments, ``[f(a=1), g(b="x")]``: Llama 4 and others."""
     listed = text = ""
@@ -171,7 +168,7 @@ def python_body(writer: CallWriter) -> Reading:
     return rest
 
 
-def python_calls(text: str) -> Calls:
+def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Returns the calls in a Python list of calls whose arguments are literals. Raises ValueError."""
     try:
         tree = ast.parse(text, mode="eval").body
