@@ -50,6 +50,8 @@ def test_the_floor_streams_every_weight_of_the_model():
     assert sum(o * i for o, i in shapes) == by_hand
     for dtype in (torch.float32, torch.bfloat16):
         Floor(shapes, dtype)(4)
+    other = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 400}  # names, ungated
+    assert sum(o * i for o, i in matrices(other)) == 3 * (4 * 64 * 64 + 2 * 64 * 256) + 400 * 64
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("", 16), ("int8", 8)])

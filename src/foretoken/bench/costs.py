@@ -24,7 +24,9 @@ from foretoken.core.errors import InvalidRequest, WriteError
 from foretoken.costs.measured import CONTEXT, MeasuredCosts, PassCost, TimeSpread
 from foretoken.models.base import Handle, Model
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.config import read
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
+from foretoken.models.families.table import FAMILIES
 from foretoken.models.formats.checkpoint import load_config, quiet_transformers
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.loading import load_model
@@ -256,19 +258,23 @@ Shape = tuple[int, int]  # [out, in]
 
 
 def matrices(config: Mapping[str, Any]) -> list[Shape]:
-    """Returns the matrix shapes of one pass of a Llama-like model, with QKV fused and gate and up fused.
+    """Returns the matrix shapes of one pass of a dense model, with QKV fused and gate and up fused.
 
     For an encoder-decoder these are the decoder's; the KV cache of the source is computed once, not in every pass.
     """
     if supports(config):
         return _of_decoder(Seq2SeqArchitecture.of(config).decoder)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None:
+        config = read(config)[1]  # by Llama's names
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
+    gated = family is None or family.gated
     layer = [
         ((heads + 2 * kv_heads) * size, hidden),
         (hidden, heads * size),
-        (2 * config["intermediate_size"], hidden),
+        ((1 + gated) * config["intermediate_size"], hidden),
         (hidden, config["intermediate_size"]),
     ]
     return layer * config["num_hidden_layers"] + [(config["vocab_size"], hidden)]
