@@ -50,7 +50,7 @@ def quota_of_one() -> Iterator[Path | None]:
 def engine(model: Path, threads: int, group: Path | None = None) -> PeerWorker:
     """Starts an engine, in a control group if there is one. threads: 0 for as many as it takes by itself."""
     joining = f"echo $$ > {shlex.quote(str(group / 'cgroup.procs'))} && " if group is not None else ""
-    command = ["sh", "-c", f"{joining}exec {shlex.join(OURS.command)}"]
+    command = ["sh", "-c", f"{joining}exec {shlex.join(OURS.command())}"]
     log = folder() / "logs" / f"threads-{threads}-{os.getpid()}.log"
     return PeerWorker(command, Setup(OURS.name, "plain", str(model), threads=threads), log)
 

@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.bench.peers import export, llamacpp, registry
 from foretoken.bench.peers import vllm as vllm_peer
-from foretoken.bench.peers.protocol import ApiRequest, PeerRequest, Setup
+from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.vllm import speculation
 from foretoken.core.errors import ModelLoadError
 
@@ -178,4 +178,4 @@ def test_a_step_that_fails_ends_the_process_if_requests_are_left(monkeypatch, le
     monkeypatch.setattr(vllm_peer, "engine", lambda setup, config, **options: (Broken(), vllm))
     complete, _ = vllm_peer.load_api(Setup("vllm", "plain", "t"))
     with pytest.raises(ends, match="expected a dimension"):
-        complete(ApiRequest([{"prompt": "a"}]))
+        complete([{"prompt": "a"}])

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -10,24 +9,25 @@ from tests.audit.endpoint.fake import ALPHABET, TARGET, Behaviour, _softmax, ser
 from tests.audit.endpoint.tasks import PROMPTS, SIZES, tasked
 
 from foretoken.audit.endpoint import Endpoint, audit_endpoint, engines
-from foretoken.audit.endpoint.engines import EngineClient, EnginePair, EngineProcess
+from foretoken.audit.endpoint.engines import EngineClient, EnginePair
 from foretoken.audit.endpoint.parity import parity
 from foretoken.audit.subject import CheckOutcome
 from foretoken.bench.peers.protocol import Setup
-from foretoken.bench.peers.worker import PeerError
+from foretoken.bench.peers.registry import BOOT
+from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.core.errors import InvalidRequest
 from foretoken.probe.answers import Failed, Refused, ServerAnswer, TokenPlace
 from foretoken.probe.client import Ask
 from foretoken.speculation import SpeculativeConfig
 
 ECHO = """
-from foretoken.bench.peers.protocol import ApiAnswer, ApiRequest, serve
+from foretoken.bench.peers.protocol import serve
 
 def load(setup):
-    def complete(request):
-        if any(body["prompt"] == "crash" for body in request.bodies):
+    def complete(bodies):
+        if any(body["prompt"] == "crash" for body in bodies):
             raise RuntimeError("the engine is dead")
-        return ApiAnswer([one(body, len(request.bodies)) for body in request.bodies])
+        return [one(body, len(bodies)) for body in bodies]
     return complete, "1.0"
 
 def one(body, together):
@@ -36,7 +36,7 @@ def one(body, together):
     choice = {"text": body["prompt"], "finish_reason": "length", "token_ids": [together] * body["max_tokens"]}
     return {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": body["max_tokens"]}}
 
-serve(load, ApiRequest)
+serve(load)
 """
 
 
@@ -44,7 +44,7 @@ serve(load, ApiRequest)
 def process(tmp_path_factory):
     script = tmp_path_factory.mktemp("engine") / "echo.py"
     script.write_text(ECHO)
-    started = EngineProcess([sys.executable, str(script)], Setup("echo", "plain", ""), script.with_suffix(".log"))
+    started = PeerWorker([sys.executable, str(script)], Setup("echo", "plain", ""), script.with_suffix(".log"))
     yield started
     started.close()
 
@@ -178,5 +178,5 @@ def test_an_engine_that_is_not_set_up_is_named(monkeypatch, tmp_path):
 
 
 def test_workers_need_nothing_but_the_standard_library_to_be_imported():
-    folder = Path(engines.BOOT).parent
+    folder = BOOT.parent
     assert {name for name in engines.ENGINES if "def load_api(" not in (folder / f"{name}.py").read_text()} == set()

@@ -6,15 +6,15 @@ would. Requests that are sent at once are one batch.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
 from foretoken.bench.output import cores
 from foretoken.bench.peers import export
-from foretoken.bench.peers.protocol import ApiRequest, Setup
-from foretoken.bench.peers.registry import BOOT, PEERS, folder
-from foretoken.bench.peers.worker import PeerError, PeerWorker
+from foretoken.bench.peers.protocol import Setup
+from foretoken.bench.peers.registry import PEERS
+from foretoken.bench.peers.worker import PeerError, PeerWorker, start
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.probe.answers import Failed, Refused, Reply, answer_of
@@ -30,15 +30,6 @@ ENGINES: Mapping[str, Dialect] = {
 
 Completer = Callable[[Sequence[Mapping[str, object]]], list[dict[str, object]]]
 """Returns the answers to requests that are completed at once. Raises PeerError."""
-
-
-class EngineProcess(PeerWorker):
-    """A process of an engine. Raises PeerError."""
-
-    def complete(self, bodies: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-        """Resumes the process, completes the requests in one batch, and suspends it."""
-        answers: list[dict[str, object]] = self._exchange(asdict(ApiRequest(list(map(dict, bodies)))))["answers"]
-        return answers
 
 
 @dataclass(slots=True)
@@ -87,8 +78,8 @@ class EnginePair:
 
     name: str
     model: str
-    plain: EngineProcess
-    speculative: EngineProcess
+    plain: PeerWorker
+    speculative: PeerWorker
 
     @property
     def version(self) -> str:
@@ -129,10 +120,5 @@ def started(name: str, model: str | Path, config: SpeculativeConfig) -> Iterator
     speculative = replace(plain, method=method, draft=draft, depth=config.tokens)
     with ExitStack() as stack:
         yield EnginePair(
-            name, str(target), *(stack.enter_context(closing(_process(each))) for each in (plain, speculative))
+            name, str(target), *(stack.enter_context(closing(start(each, api=True))) for each in (plain, speculative))
         )
-
-
-def _process(setup: Setup) -> EngineProcess:
-    log = folder() / "logs" / f"audit-{setup.system}-{setup.method}.log"
-    return EngineProcess([str(PEERS[setup.system].python), "-P", str(BOOT), f"{setup.system}_api"], setup, log)

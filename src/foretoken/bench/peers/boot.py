@@ -21,10 +21,7 @@ def boot(name: str) -> None:
     spec.loader.exec_module(package)
     engine, _, api = name.partition("_")
     peer, protocol = (import_module(f"foretoken.bench.peers.{each}") for each in (engine, "protocol"))
-    if api:
-        protocol.serve(peer.load_api, protocol.ApiRequest)
-    else:
-        protocol.serve(peer.load)
+    protocol.serve(peer.load_api if api else peer.load)
 
 
 if __name__ == "__main__":

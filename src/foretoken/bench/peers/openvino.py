@@ -2,11 +2,10 @@
 
 import json
 import random
-from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from foretoken.bench.peers.protocol import Answer, ApiAnswer, ApiRequest, Complete, PeerRequest, Setup, Watch
+from foretoken.bench.peers.protocol import Answer, ApiComplete, Complete, PeerRequest, Setup, Watch
 
 KV_GIGABYTES = 1
 _NAMES = {
@@ -77,7 +76,7 @@ def pipeline(setup: Setup) -> Any:
     return genai.LLMPipeline(setup.target, "CPU", scheduler_config=scheduler, **precision, **drafting)
 
 
-def load_api(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
+def load_api(setup: Setup) -> tuple[ApiComplete, str]:
     """Loads the pipeline for requests of OpenAI's API, one at a time. It tells no log-probabilities."""
     import numpy
     import openvino
@@ -85,9 +84,6 @@ def load_api(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
 
     pipe = pipeline(setup)
     tokenizer, chance = pipe.get_tokenizer(), random.Random()
-
-    def complete(request: ApiRequest) -> ApiAnswer:
-        return ApiAnswer([one(body) for body in request.bodies])
 
     def one(body: dict[str, Any]) -> dict[str, Any]:
         own = body["prompt"]
@@ -116,7 +112,7 @@ def load_api(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
         usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(map(len, result.tokens))}
         return {"choices": choices, "usage": usage, "metrics": {"speculative_decoding": _counts(result)}}
 
-    return complete, genai.__version__.partition("-")[0]
+    return lambda bodies: [one(body) for body in bodies], genai.__version__.partition("-")[0]
 
 
 def _config(genai: Any, body: dict[str, Any]) -> Any:

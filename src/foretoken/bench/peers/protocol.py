@@ -1,7 +1,8 @@
 """The protocol between the race and a peer's process: one JSON object per line. Standard library only.
 
 The process receives a ``Setup`` and replies ``{"ready": version}``; then it replies to every ``PeerRequest`` with an
-``Answer``, or with ``{"error": reason}``.
+``Answer``, or with ``{"error": reason}``. A process that stands for a server replies to ``{"bodies": requests}`` with
+``{"answers": ...}``.
 """
 
 import ctypes
@@ -70,21 +71,9 @@ class Answer:
         return sum(len(tokens) for tokens in self.tokens)
 
 
-@dataclass(frozen=True)
-class ApiRequest:
-    """Requests of OpenAI's API to complete at once. bodies: what ``/v1/completions`` would receive, by vLLM's names."""
-
-    bodies: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class ApiAnswer:
-    """Answers of ``/v1/completions``, one for each body; ``{"error": reason}`` if the engine refuses."""
-
-    answers: list[dict[str, Any]]
-
-
 Complete = Callable[[PeerRequest], Answer]
+ApiComplete = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+"""Completes bodies of ``/v1/completions``, by vLLM's names, at once; ``{"error": reason}`` if the engine refuses."""
 
 
 @dataclass
@@ -107,7 +96,7 @@ class Watch:
         return Answer(tokens, seconds, first_seconds, first_tokens, passes)
 
 
-def serve(load: Callable[[Setup], tuple[Callable[[Any], Any], str]], request: Callable[..., Any] = PeerRequest) -> None:
+def serve(load: Callable[[Setup], tuple[Complete | ApiComplete, str]]) -> None:
     """Replies until standard input ends. Libraries may print to standard output; theirs goes to standard error.
 
     load: Returns a function that completes requests, and a version.
@@ -128,8 +117,10 @@ def serve(load: Callable[[Setup], tuple[Callable[[Any], Any], str]], request: Ca
                 message["options"] = tuple((name, value) for name, value in message["options"])
                 complete, version = load(Setup(**message))
                 reply({"ready": version})
+            elif "bodies" in message:
+                reply({"answers": complete(message["bodies"])})
             else:
-                reply(asdict(complete(request(**message))))
+                reply(asdict(complete(PeerRequest(**message))))
         except Exception as error:
             reply({"error": f"{type(error).__name__}: {error}"})
 

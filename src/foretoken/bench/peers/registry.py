@@ -54,9 +54,8 @@ class Peer:
         """A file that it needs and that is not there; None if it is set up."""
         return next((file for file in (self.python, self.place / self.program) if not file.exists()), None)
 
-    @property
-    def command(self) -> list[str]:
-        return [str(self.python), "-P", str(BOOT), self.name]
+    def command(self, api: bool = False) -> list[str]:
+        return [str(self.python), "-P", str(BOOT), f"{self.name}_api" if api else self.name]
 
     def refusal(self, batch: int, quantization: str, gguf: bool = False) -> str:
         """Returns why it cannot race, in one line; empty if it can. gguf: Whether a model is a GGUF file."""

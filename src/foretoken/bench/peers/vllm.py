@@ -5,11 +5,10 @@ Prefix caching is off, since repeats would hit the prefix cache.
 
 import json
 import os
-from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from foretoken.bench.peers.protocol import Answer, ApiAnswer, ApiRequest, Complete, PeerRequest, Setup
+from foretoken.bench.peers.protocol import Answer, ApiComplete, Complete, PeerRequest, Setup
 
 KV_GIGABYTES = 1
 _LEARN = ("custom_class", "suffix")
@@ -160,14 +159,14 @@ class Depths:
             self.scheduler.dynamic_sd_lookup = None if made_for else [depth] * (self.max_sequences + 1)
 
 
-def load_api(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
+def load_api(setup: Setup) -> tuple[ApiComplete, str]:
     """Loads vLLM for requests of OpenAI's API, without compilation, which would take longer than an audit."""
     llm, vllm = engine(setup, speculation(setup), dtype="bfloat16", disable_log_stats=False, enforce_eager=True)
 
-    def complete(request: ApiRequest) -> ApiAnswer:
-        answers: list[dict[str, Any]] = [{} for _ in request.bodies]
+    def complete(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = [{} for _ in bodies]
         prompts, params, places = [], [], []
-        for place, body in enumerate(request.bodies):
+        for place, body in enumerate(bodies):
             try:
                 params.append(_params(vllm, body))
             except (TypeError, ValueError) as error:
@@ -177,13 +176,13 @@ def load_api(setup: Setup) -> tuple[Callable[[ApiRequest], ApiAnswer], str]:
             prompts.append(own if isinstance(own, str) else {"prompt_token_ids": own})
             places.append(place)
         if not places:
-            return ApiAnswer(answers)
+            return answers
         before = _counted(llm)
         for place, output in zip(places, _generated(llm, prompts, params), strict=True):
             answers[place] = _answer(output)
         counts = {name: value - before[name] for name, value in _counted(llm).items()}
         answers[places[0]]["metrics"] = {"speculative_decoding": counts}  # of all, as vLLM does not tell them apart
-        return ApiAnswer(answers)
+        return answers
 
     return complete, vllm.__version__
 

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,11 @@ class PeerWorker:
         """Resumes the process, completes the request, stops it again."""
         return Answer(**self._exchange(asdict(request)))
 
+    def complete(self, bodies: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+        """Returns the answers to requests of OpenAI's API, which are completed at once."""
+        answers: list[dict[str, object]] = self._exchange({"bodies": list(map(dict, bodies))})["answers"]
+        return answers
+
     def close(self) -> None:
         """Kills the process and its children. Idempotent."""
         if self._process.poll() is None:
@@ -104,11 +109,11 @@ class PeerWorker:
         return lines[-1].strip()[:300] if lines else f"exit code {self._process.wait()}"
 
 
-def start(setup: Setup) -> PeerWorker:
-    """Returns a process that has loaded ``setup``. Raises PeerError."""
-    known = registry.PEERS | {registry.OURS.name: registry.OURS}
-    log = registry.folder() / "logs" / f"{setup.system}-{setup.method}-{setup.depth}.log"
-    return PeerWorker(known[setup.system].command, setup, log)
+def start(setup: Setup, api: bool = False) -> PeerWorker:
+    """Returns a process that has loaded ``setup``. api: Whether it answers as a server does. Raises PeerError."""
+    known, kind = registry.PEERS | {registry.OURS.name: registry.OURS}, "api-" if api else ""
+    log = registry.folder() / "logs" / f"{kind}{setup.system}-{setup.method}-{setup.depth}.log"
+    return PeerWorker(known[setup.system].command(api), setup, log)
 
 
 def _group(process: Path) -> int | None:
