@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretoken.bench.editing import EDITS
 from foretoken.bench.peers.protocol import Setup
@@ -164,8 +164,7 @@ _WORDS = (
 )
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """The fastest of each kind in one cell, None if nothing ran."""
 
     default: RaceRow | None  # ours without a choice
@@ -173,29 +172,18 @@ class Summary:
     plain: RaceRow | None  # ours without speculation
     peer: RaceRow | None  # the fastest peer, whatever its method
 
-    @property
-    def others(self) -> tuple[RaceRow | None, ...]:
-        """The fastest rows that the default is compared with."""
-        return self.picked, self.plain, self.peer
-
     @staticmethod
     def of(rows: Sequence[RaceRow]) -> "Summary":
-        ours, theirs = ([row for row in rows if (row.system == OURS.name) is own] for own in (True, False))
-        picked = [row for row in ours if row.method != "plain" and not _is_default(row)]
-        return Summary(
-            _fastest(list(filter(_is_default, ours))),
-            _fastest(picked),
-            _fastest([row for row in ours if row.method == "plain"]),
-            _fastest(theirs),
-        )
+        ordered = sorted(rows, key=lambda row: row.tokens_per_second)
+        fastest = {_kind(row): row for row in ordered}
+        return Summary(*map(fastest.get, Summary._fields))
 
 
-def _is_default(row: RaceRow) -> bool:
-    return row.method == UNNAMED
-
-
-def _fastest(rows: Sequence[RaceRow]) -> RaceRow | None:
-    return max(rows, key=lambda row: row.tokens_per_second, default=None)
+def _kind(row: RaceRow) -> str:
+    """Returns the field of ``Summary`` for which a row counts."""
+    if row.system != OURS.name:
+        return "peer"
+    return {UNNAMED: "default", "plain": "plain"}.get(row.method, "picked")
 
 
 def _row(entry: Mapping[str, Any]) -> RaceRow:

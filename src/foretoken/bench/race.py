@@ -249,10 +249,7 @@ def summarize(
 
 def mark_best(rows: Sequence[RaceRow]) -> list[RaceRow]:
     """Marks the fastest depth of every system and method."""
-    fastest: dict[tuple[str, str], float] = {}
-    for row in rows:
-        key = (row.system, row.method)
-        fastest[key] = max(fastest.get(key, 0.0), row.tokens_per_second)
+    fastest = {(row.system, row.method): row.tokens_per_second for row in sorted(rows, key=_rate)}
     return [replace(row, best=row.tokens_per_second == fastest[row.system, row.method]) for row in rows]
 
 
@@ -266,7 +263,10 @@ def ratios(rows: Sequence[RaceRow]) -> list[dict[str, Any]]:
     fastest = max((r for r in best if r.system == "foretoken" and r.method != "plain"), key=_rate, default=None)
     if fastest is None:
         return []
-    others = [max(group, key=_rate) for group in _groups(best) if fastest not in group]
+    groups: dict[tuple[str, bool], list[RaceRow]] = {}
+    for row in best:
+        groups.setdefault((row.system, row.method == "plain"), []).append(row)
+    others = [max(group, key=_rate) for group in groups.values() if fastest not in group]
     return [
         {
             "over": f"{other.system} {'plain' if other.method == 'plain' else 'speculative'}",
@@ -280,14 +280,6 @@ def ratios(rows: Sequence[RaceRow]) -> list[dict[str, Any]]:
 
 def _rate(row: RaceRow) -> float:
     return row.tokens_per_second
-
-
-def _groups(rows: Sequence[RaceRow]) -> list[list[RaceRow]]:
-    """Groups rows by system, and by plain or speculative decoding."""
-    groups: dict[tuple[str, bool], list[RaceRow]] = {}
-    for row in rows:
-        groups.setdefault((row.system, row.method == "plain"), []).append(row)
-    return list(groups.values())
 
 
 _WITH_DRAFT = (AUTO, "draft_model")  # methods that draft with a draft model
