@@ -45,12 +45,15 @@ CONFIG = {
 
 
 def test_the_floor_streams_every_weight_of_the_model():
+    from transformers import GPT2Config
+
     shapes = matrices(CONFIG)
     by_hand = 3 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96) + 400 * 64
     assert sum(o * i for o, i in shapes) == by_hand
     for dtype in (torch.float32, torch.bfloat16):
         Floor(shapes, dtype)(4)
-    other = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 400}  # names, ungated
+    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 400, "n_positions": 99}  # other names, ungated
+    other = GPT2Config(**sizes).to_dict()
     assert sum(o * i for o, i in matrices(other)) == 3 * (4 * 64 * 64 + 2 * 64 * 256) + 400 * 64
 
 
