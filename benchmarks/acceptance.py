@@ -86,11 +86,8 @@ def measure(
     engine = Engine(builder.target, proposer, Fixed(nodes), max_sequences=sizes[1])
     counts, law = Counts(), SamplingLaw(temperature=temperature)
     contexts = [Context(i, list(ids), len(ids), law, Streams(i)) for i, ids in enumerate(prompts)]
-    for context in contexts:
-        engine.add(context, Length(sizes[0]))
-    while engine.busy:
-        for step in engine.step():
-            counts.add(step)
+    for step in engine.run((context, Length(sizes[0])) for context in contexts):
+        counts.add(step)
     stats = counts.freeze()
     cell = {key: getattr(stats, key) for key in COUNTED} | {"passes": stats.steps}
     cell["mean_acceptance_length"] = stats.tokens / stats.steps

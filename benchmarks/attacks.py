@@ -30,10 +30,11 @@ from rich.table import Table
 
 from attackers import ATTACKS, LONG_PROMPT
 from foretoken import zoo
+from foretoken.bench.http_load import serving
 from foretoken.bench.output import figures, report, resident_bytes
 from foretoken.bench.workloads import FUNCTIONS
 from options import Output, target_path
-from servers import Answer, ask, serving, talking
+from servers import Answer, ask, talking
 
 HEALTH_SECONDS, SLOWER, GROWTH = 0.25, 2.0, 0.05
 PROBE = 0.01  # seconds between two requests for /health

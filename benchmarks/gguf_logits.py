@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,20 +51,14 @@ COLUMNS = {
 PEER = PEERS["llamacpp"]
 
 
-@dataclass(frozen=True)
-class Distance:
-    """Total variation over all positions, and the share of positions with the same most likely token."""
+def distance(left: Tensor, right: Tensor) -> dict[str, float]:
+    """Returns the total variation over all positions, and the share of positions with the same most likely token.
 
-    mean: float
-    maximum: float
-    same_top: float
-
-    @staticmethod
-    def between(left: Tensor, right: Tensor) -> Distance:
-        """left, right: log-probabilities [n, V]."""
-        values = (left.exp() - right.exp()).abs().sum(-1) / 2
-        same = (left.argmax(-1) == right.argmax(-1)).double().mean()
-        return Distance(float(values.mean()), float(values.max()), float(same))
+    left, right: log-probabilities [n, V].
+    """
+    values = (left.exp() - right.exp()).abs().sum(-1) / 2
+    same = (left.argmax(-1) == right.argmax(-1)).double().mean()
+    return {"mean": float(values.mean()), "maximum": float(values.max()), "same_top": float(same)}
 
 
 @torch.inference_mode()
@@ -116,12 +109,11 @@ def compare(path: Path, kind: str, ids: list[int], dtype: str) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as temporary:
         exact = our_logprobs(dequantized(path, Path(temporary) / "model"), ids, "float32")
     matrices = (t.kind.name for t in Header.read(path).tensors.values() if len(t.shape) == 2)
-    between = Distance.between
     stored = dict(Counter(matrices).most_common())
     distances = {"systems": (ours, theirs), "ours": (ours, exact), "theirs": (theirs, exact)}
     row = {"kind": kind, "stored": stored, "positions": len(ids)}
     row["stored_as"] = ", ".join(f"{count} {name}" for name, count in stored.items())
-    return row | {name: asdict(between(*pair)) for name, pair in distances.items()}
+    return row | {name: distance(*pair) for name, pair in distances.items()}
 
 
 def texts(count: int) -> Iterator[str]:

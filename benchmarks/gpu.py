@@ -29,7 +29,7 @@ from foretoken.core.errors import ForetokenError
 from foretoken.train.block_heads import DSparkHead
 from foretoken.train.config import DSparkTrainConfig
 from foretoken.train.frozen_target import FrozenTarget
-from options import Config, Draft, Output, Prompts, Small, Target, label, some_prompts, target_path, with_models
+from options import Config, Draft, Output, Small, SomePrompts, Target, label, some_prompts, target_path, with_models
 
 PLAIN: Config = {"method": "none"}
 DRAFTED: list[Config] = [
@@ -190,7 +190,7 @@ def main(
     target: Target = None,
     small: Small = False,
     draft: Draft = None,
-    prompts: Prompts = None,
+    prompts: SomePrompts = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 128,
     batch: Annotated[list[int], typer.Option(min=2, help="Sequences at once; may be repeated.")] = [8, 32, 128],
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration; the median counts.")] = 3,

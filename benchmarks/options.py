@@ -23,6 +23,10 @@ Target = Annotated[Path | None, typer.Option(help="A checkpoint. [the bundled ta
 Small = Annotated[bool, typer.Option("--small", help="The bundled target as it is, not widened.")]
 Draft = Annotated[Path | None, typer.Option(help="The draft model. [the bundled one]")]
 Prompts = Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')]
+SomePrompts = Annotated[
+    Path | None, typer.Option("--prompts", help='JSON lines with a "prompt" each. [functions of the standard library]')
+]
+"""Those of ``some_prompts``."""
 Temperatures = Annotated[list[float], typer.Option(min=0.0, help="May be repeated.")]
 Rows = Annotated[list[int], typer.Option(min=1, help="Rows of a pass; may be repeated.")]
 Turns = Annotated[int, typer.Option(min=1, help="Turns of everything that is timed.")]

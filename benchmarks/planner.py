@@ -41,7 +41,7 @@ from foretoken.plan.planner import Planner, PlanSettings
 from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
-from options import Draft, Output, Small, some_prompts, target_path
+from options import Draft, Output, Small, SomePrompts, some_prompts, target_path
 from predictions import COLUMNS, accuracy, accuracy_words, prediction
 from systems import Totals, timed_step
 
@@ -264,9 +264,7 @@ def grid(path: Path, draft: Path, given: Sequence[str], depths: Sequence[int], n
 
 
 def main(
-    prompts: Annotated[
-        Path | None, typer.Option(help='JSON lines with a "prompt" each. [functions of the standard library]')
-    ] = None,
+    prompts: SomePrompts = None,
     small: Small = False,
     draft: Draft = None,
     config: Annotated[

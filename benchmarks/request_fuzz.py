@@ -313,19 +313,15 @@ class Arena:
                 counts["drafted"] += sum(o.drafted for o in other)
                 counts["accepted"] += sum(o.accepted for o in other)
                 same = len(plain) == len(other) and all(o.agrees(p) for p, o in zip(plain, other, strict=True))
-                yield (
-                    None
-                    if same
-                    else {
-                        "seed": seed,
-                        "pair": self.name,
-                        "proposer": name,
-                        "prompt": case.prompt,
-                        "params": case.params,
-                        "plain": [vars(o) for o in plain],
-                        "drafted": [vars(o) for o in other],
-                    }
-                )
+                record = {
+                    "seed": seed,
+                    "pair": self.name,
+                    "proposer": name,
+                    "prompt": case.prompt,
+                    "params": case.params,
+                }
+                record |= {"plain": [vars(o) for o in plain], "drafted": [vars(o) for o in other]}
+                yield None if same else record
 
 
 def main(

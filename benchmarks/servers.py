@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from foretoken.bench.http_load import server_process
+from foretoken.bench.http_load import server_process, serving
 from foretoken.bench.output import cores
 from foretoken.bench.peers.export import gguf
 from foretoken.bench.peers.registry import PEERS
@@ -24,12 +23,6 @@ CONTEXT = "4096"
 SEQUENCES = "64"
 PLAIN = ("--speculative-config", '{"method": "none"}')
 _SIZES = ("--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)
-
-
-def serving(*arguments: str) -> AbstractContextManager[tuple[str, int]]:
-    """Runs our server within the ``with`` block. Yields its address and its process id."""
-    command = [sys.executable, "-m", "foretoken", "serve", "--log-level", "error", *arguments]
-    return server_process(command, "/ready")
 
 
 def vllm_serving(model: str, draft: str, depth: int, *more: str) -> AbstractContextManager[tuple[str, int]]:

@@ -21,12 +21,22 @@ from typing import Annotated
 import typer
 
 from foretoken import zoo
-from foretoken.bench.http_load import AGENTS, LONG, SHARED, SHORT, LoadedServer, LoadPlan, LoadResult, run_workload
+from foretoken.bench.http_load import (
+    AGENTS,
+    LONG,
+    SHARED,
+    SHORT,
+    LoadedServer,
+    LoadPlan,
+    LoadResult,
+    run_workload,
+    serving,
+)
 from foretoken.bench.output import report, wide_console
 from foretoken.bench.page import load_table, speedup_lines
 from foretoken.bench.peers.registry import PEERS
 from options import Output, Small, target_path
-from servers import CONTEXT, PLAIN, SEQUENCES, serving, vllm_serving
+from servers import CONTEXT, PLAIN, SEQUENCES, vllm_serving
 
 console = wide_console()
 

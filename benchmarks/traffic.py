@@ -28,10 +28,11 @@ import httpx
 import typer
 
 from foretoken import LLM, SamplingParams
+from foretoken.bench.http_load import serving
 from foretoken.bench.output import report, resident_bytes
 from foretoken.bench.workloads import FUNCTIONS
 from options import Output
-from servers import ask, serving, talking
+from servers import ask, talking
 
 MAX_BODY = 2**18
 OPTIONS = (

@@ -41,7 +41,7 @@ from foretoken.plan.vllm import (
     vllm_plan,
 )
 from foretoken.train.widen.checkpoint import scaled
-from options import Output, some_prompts
+from options import Output, SomePrompts, some_prompts
 from predictions import accuracy, accuracy_words, prediction
 
 COLUMNS = {
@@ -153,9 +153,7 @@ def summary(pairs: Sequence[Pair], fresh: Sequence[Pair]) -> tuple[list[Table | 
 
 
 def main(
-    prompts: Annotated[
-        Path | None, typer.Option(help='JSON lines with a "prompt" each. [functions of the standard library]')
-    ] = None,
+    prompts: SomePrompts = None,
     scaled_up: Annotated[bool, typer.Option("--scaled", help="The bundled target widened to 0.7 B.")] = False,
     heads: Annotated[list[str], typer.Option(help="Bundled heads besides: eagle3, medusa.")] = [],
     count: Annotated[int, typer.Option(min=4, help="Prompts; a plan has half of them.")] = 200,

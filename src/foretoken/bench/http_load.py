@@ -10,15 +10,14 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, cycle
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
@@ -194,19 +193,6 @@ def task(number: int) -> str:
     return f"\n\n\n# agent {number}\n{FUNCTIONS[number % len(FUNCTIONS)]}"
 
 
-def prefix_speedups(results: list[LoadResult]) -> dict[int, float]:
-    """Returns by concurrency how many times shorter the median TTFT of warm agents is than that of cold ones."""
-    ttfts: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for result in results:
-        if result.ttft is not None:
-            ttfts[result.workload, result.concurrency].append(result.ttft.p50)
-    return {
-        concurrency: median(cold) / median(warm)
-        for (name, concurrency), cold in list(ttfts.items())
-        if name == f"{AGENTS}, cold" and (warm := ttfts.get((f"{AGENTS}, warm", concurrency)))
-    }
-
-
 GENERATORS = ("foretoken", "vllm")
 _RESULT = "result.json"
 # vLLM's CPU build is a package of another name, with which its command line does not start.
@@ -334,6 +320,12 @@ def server_process(
         finally:
             process.terminate()
             process.wait(120)
+
+
+def serving(*arguments: str, key: str | None = None) -> AbstractContextManager[tuple[str, int]]:
+    """Runs a server of ours, as ``server_process`` does. key: Its API key, if it asks for one."""
+    command = [sys.executable, "-m", "foretoken", "serve", "--log-level", "error", *arguments]
+    return server_process(command, "/ready", {"FORETOKEN_API_KEY": key} if key else None)
 
 
 def _answers(url: str) -> bool:

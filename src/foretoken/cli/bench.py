@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -320,7 +319,7 @@ def bench_serve(
     report: ReportOptions,
 ) -> None:
     """Load a server with concurrent requests: throughput, TTFT and ITL percentiles, and the gain of shared prefixes."""
-    from foretoken.bench.http_load import GENERATORS, WORKLOADS, run_workload
+    from foretoken.bench.http_load import GENERATORS, WORKLOADS, run_workload, serving
     from foretoken.bench.output import setting
     from foretoken.bench.page import load_page, load_table, speedup_lines
 
@@ -329,7 +328,8 @@ def bench_serve(
     names("--generator", load.generator, GENERATORS)
     chosen, plan = names("workload", load.workloads, WORKLOADS), load.plan()
     notes, results = wide_console(report.color, stderr=True), []
-    with nullcontext((url, 0)) if url is not None else started(server_options, api_key) as (address, _):
+    started = serving("--max-num-seqs", "64", *shlex.split(server_options), key=api_key)
+    with started if url is None else nullcontext((url, 0)) as (address, _):
         server = load.server(address, api_key, model)
         server.run("warm-up", ["import os\n"] * 2, 1)
         for name in chosen:
@@ -349,11 +349,3 @@ def bench_serve(
     if failed := [result for result in results if result.failed]:
         count = sum(result.failed for result in failed)
         raise ForetokenError(f"{count} requests failed; the first: {failed[0].error}")
-
-
-def started(options: str, key: str | None) -> AbstractContextManager[tuple[str, int]]:
-    """Runs a server of our own within the ``with`` block. Yields its address and process id. Raises ForetokenError."""
-    from foretoken.bench.http_load import server_process
-
-    command = [sys.executable, "-m", "foretoken", "serve", "--max-num-seqs", "64", "--log-level", "error"]
-    return server_process([*command, *shlex.split(options)], "/ready", {"FORETOKEN_API_KEY": key} if key else None)
