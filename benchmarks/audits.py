@@ -28,7 +28,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
 from rich.table import Table
 
 from exactness_grid import ALL
@@ -37,7 +36,7 @@ from foretoken.audit import CheckOutcome, audit
 from foretoken.audit.endpoint import Endpoint, audit_endpoint
 from foretoken.audit.endpoint.engines import started
 from foretoken.audit.implementations import Assisted
-from foretoken.bench.output import cores, figures, report, setting, wide_console
+from foretoken.bench.output import cores, figures, progress, report, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.speculation import SpeculativeConfig
 from options import Config, Output, Prompts, label, with_models
@@ -83,7 +82,7 @@ def proposers(
             )
             for each in ASSISTED
         ]
-    results = [(name, audit(make(), texts, budget=budget)) for name, make in track(subjects, transient=True)]
+    results = [(name, audit(make(), texts, budget=budget)) for name, make in progress(subjects, "audits")]
     doubtful = [
         f"{name}: {check.name} {check.outcome}: {check.evidence}"
         for name, result in results

@@ -28,11 +28,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.editing import ForcedOutput, editing_tasks
-from foretoken.bench.output import cores, figures, report
+from foretoken.bench.output import cores, figures, progress, report
 from foretoken.bench.workloads import FUNCTIONS, encoded_prompts
 from foretoken.models.formats.checkpoint import load_tokenizer
 from options import Output, Prompts, Repeats, Small, Target, Temperatures, target_path
@@ -95,7 +94,7 @@ def race(
 ) -> dict[str, dict[str, Totals]]:
     """Returns each system's totals by cell, and of the whole stream if it has several."""
     order, cells = random.Random(0), {work.cell: dict.fromkeys(systems, Totals()) for work in stream}
-    for work in track(stream, "requests", transient=True):
+    for work in progress(stream, "requests"):
         for name, totals in take_turns(systems, work, steps, order, prefill).items():
             cells[work.cell][name] += totals
     if len(cells) > 1:

@@ -30,15 +30,13 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from rich.console import Console
-from rich.progress import track
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foretoken import zoo
 from foretoken.bench.costs import scoring
 from foretoken.bench.measure import interleaved
-from foretoken.bench.output import listing, report
+from foretoken.bench.output import listing, progress, report
 from foretoken.core.errors import ForetokenError
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.table import FAMILIES
@@ -150,7 +148,7 @@ def table(context: typer.Context) -> None:
         return
     print(f"transformers {transformers.__version__}\n\n| type | class | runtime | reason |\n|---|---|---|---|")
     names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
-    for name, kind in track(names, "families", console=Console(stderr=True)):
+    for name, kind in progress(names, "families"):
         print(family(name, kind), flush=True)
 
 
@@ -195,7 +193,7 @@ def speed(
 ) -> None:
     """Times steps of each family on our runtime and through transformers."""
     names = families or sorted(name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    records = [record(name, turns) for name in track(names, "families", transient=True)]
+    records = [record(name, turns) for name in progress(names, "families")]
     report([listing(COLUMNS, records)], {}, output, families=records)
 
 

@@ -14,11 +14,9 @@ from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from foretoken.bench.measure import fresh_process
-from foretoken.bench.output import listing, report
+from foretoken.bench.output import listing, progress, report
 from foretoken.engine.footprint import MemoryOptions, plan_memory
 from foretoken.speculation import SpeculativeConfig, with_method
 from options import Config, Output, model_path, target_path, with_models
@@ -122,7 +120,7 @@ def main(
 ) -> None:
     """Prints the predicted and the measured peak memory of every case."""
     chosen = CASES if only is None else [CASES[number] for number in only]
-    cases = [measure(case) for case in track(chosen, "cases", console=Console(stderr=True))]
+    cases = [measure(case) for case in progress(chosen, "cases")]
     ratios = [case["ratio"] for case in cases]
     said = f"predicted over measured: {min(ratios):.2f} to {max(ratios):.2f}"
     report([listing(COLUMNS, cases), said], {}, output, cases=cases)

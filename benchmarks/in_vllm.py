@@ -28,20 +28,20 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from rich.progress import track
 
 from foretoken import zoo
-from foretoken.bench.output import cores, listing, report
+from foretoken.bench.output import cores, listing, progress, report
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
-from foretoken.bench.peers.registry import OURS, PEERS
+from foretoken.bench.peers.registry import OURS
 from foretoken.bench.peers.worker import PeerError, PeerWorker, start
-from foretoken.bench.workloads import prompts_or_functions
+from foretoken.bench.workloads import encoded_prompts
 from foretoken.cli.checkpoints import convert
 from foretoken.cli.plan import OURS as OUR_CLASS
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer
 from foretoken.plan.vllm import Bench, VllmCandidate
 from foretoken.quantize import quantize_checkpoint
 from options import Output, Prompts, Small, target_path
+from servers import need_vllm
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 BF16 = "bf16"
@@ -73,22 +73,16 @@ _AT_ONCE = (("parallel_drafting", "true"),)
 Ids = list[int]
 
 
-def need_vllm() -> None:
-    """Raises SystemExit if vLLM is not set up."""
-    if PEERS["vllm"].missing:
-        raise SystemExit("vLLM is not set up; `make peers PEERS=vllm` does it")
-
-
 def encoded(target: Path, prompts: Path | None, count: int) -> tuple[Any, list[Ids]]:
     """Returns the target's tokenizer, and prompts as its token ids."""
     tokenizer = load_tokenizer(target)
-    return tokenizer, [list(tokenizer.encode(text)) for text in prompts_or_functions(prompts, count)]
+    return tokenizer, encoded_prompts(tokenizer, prompts, count)
 
 
 def one_by_one(setup: Setup, prompts: Sequence[Ids], max_tokens: int, depth: int = 0) -> list[Answer]:
     """Returns a system's greedy answer to each prompt. Raises PeerError if the system cannot load its models."""
     with closing(start(setup)) as worker:
-        asked = track(prompts, f"{setup.system} {setup.method}", transient=True)
+        asked = progress(prompts, f"{setup.system} {setup.method}")
         return [worker.answer(PeerRequest([ids], max_tokens, depth=depth)) for ids in asked]
 
 
@@ -178,7 +172,7 @@ def ask_all(
     asked.answer(PeerRequest([prompts[0]], 8, depth=depth))
     asked.answer(PeerRequest([], 0, depth=depth))
     groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
-    return [asked.answer(PeerRequest(group, max_tokens, depth=depth)) for group in track(groups, what)]
+    return [asked.answer(PeerRequest(group, max_tokens, depth=depth)) for group in progress(groups, what)]
 
 
 def texts(answers: Sequence[Answer]) -> list[Ids]:

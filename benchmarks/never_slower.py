@@ -23,12 +23,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import track
 from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.output import cores, listing, report
+from foretoken.bench.output import cores, listing, progress, report
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
 from foretoken.control.config import build
@@ -154,7 +152,7 @@ def cells(
     for proposer in proposers:
         with tempfile.TemporaryDirectory() as folder:
             llm = LLM(target, speculative_config=configuration(proposer, target, Path(folder)), max_model_len=2048)
-        for text, temperature, batch in track(grid, description=proposer, transient=True, console=Console(stderr=True)):
+        for text, temperature, batch in progress(grid, proposer):
             yield cell(llm, proposer, text, temperature, batch, *sizes)
         llm.close()
 

@@ -23,11 +23,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.output import cores, listing, report
+from foretoken.cli.theme import staged
 from foretoken.control.fixed import Fixed
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
@@ -78,10 +78,7 @@ class Ground:
             proposer.enable_prefix_cache(PROMPTS)
             if not proposer.learns:
                 self._made[candidate.name] = proposer
-        return self._engine(proposer, depth, batch)
-
-    def plain(self, batch: int) -> Engine:
-        return self._engine(Proposer(), 0, batch)
+        return self.decoding(proposer, depth, batch)
 
     def fill(self, engine: Engine, temperature: float, repeats: int) -> None:
         """Queues all prompts ``repeats`` times, to be completed in batches of the engine's size."""
@@ -90,7 +87,7 @@ class Ground:
             for context in contexts(self.prompts, self.settings.law(temperature), seed, first):
                 engine.add(context, Length(self.settings.max_tokens, self.eos))
 
-    def _engine(self, proposer: Proposer, depth: int, batch: int) -> Engine:
+    def decoding(self, proposer: Proposer, depth: int, batch: int) -> Engine:
         return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
 
 
@@ -114,7 +111,7 @@ class Few:
 
     def __init__(self, ground: Ground, few: Sequence[tuple[Candidate, int]], place: Place, repeats: int) -> None:
         self.place, self._ground, self._repeats = place, ground, repeats
-        self._plain = ground.plain(place[1])
+        self._plain = ground.decoding(Proposer(), 0, place[1])
         self._engines = {(c.name, depth): ground.engine(c, depth, place[1]) for c, depth in few}
         self.totals = {key: (Totals(), Totals()) for key in self._engines}
         for engine in self._engines.values():
@@ -122,20 +119,16 @@ class Few:
 
     def turn(self) -> None:
         """Runs a stretch of every engine with work; the last one to finish also ends plain decoding."""
-        busy = [key for key, engine in self._engines.items() if engine.busy]
+        if not self._plain.busy:
+            self._fill(self._plain)
+        busy = [(key, engine) for key, engine in self._engines.items() if engine.busy]
         middle = len(busy) // 2
-        done = {key: self._stretch(key) for key in (*busy[:middle], PLAIN, *busy[middle:])}
-        for key in busy:
+        done = {key: stretch(each) for key, each in (*busy[:middle], (PLAIN, self._plain), *busy[middle:])}
+        for key, _ in busy:
             own, plain = self.totals[key]
             self.totals[key] = own + done[key], plain + done[PLAIN]
         if not self.busy:
             self._plain.clear()
-
-    def _stretch(self, key: Key) -> Totals:
-        """Runs a stretch of an engine. Plain decoding is refilled when it has no work."""
-        if key == PLAIN and not self._plain.busy:
-            self._fill(self._plain)
-        return stretch(self._plain if key == PLAIN else self._engines[key])
 
     def _fill(self, engine: Engine) -> None:
         self._ground.fill(engine, self.place[0], self._repeats)
@@ -297,20 +290,19 @@ def main(
     settings = PlanSettings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
     chosen = grid(path, draft or zoo.path("draft"), config, depth, nodes)
     places = [(t, b) for t in temperature for b in batch]
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=1.0)
+    with staged(Console(stderr=True)) as say:
         ground = Ground(kept, Builder(kept, tokenizer, path, load), settings, eos, ids[count:])
         measurement = Measurement(ground, chosen, places, repeats)
 
         def between(what: str, share: float) -> None:
-            progress.update(bar, description=what, completed=share)
+            say(what, share)
             measurement.until(share)
 
         started = perf_counter()
         builder = Builder(target, tokenizer, path, load)
         plan = Planner(target, builder.build, settings, eos, between).plan(ids[:count], chosen)
         seconds = perf_counter() - started - measurement.seconds
-        progress.update(bar, description="measuring what is left", completed=1.0)
+        say("measuring what is left", 1.0)
         measurement.until(math.inf)
     rows = [
         compared(r, *measurement.totals((r.temperature, r.batch), (r.name, r.num_speculative_tokens)))

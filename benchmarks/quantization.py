@@ -14,11 +14,9 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from foretoken import zoo
-from foretoken.bench.output import listing, report
+from foretoken.bench.output import listing, progress, report
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer
@@ -91,14 +89,14 @@ def main(
 ) -> None:
     """Loss and total variation from bfloat16 of each scheme."""
     checkpoint = model or str(zoo.path("target"))
-    corpus, console = standard_library(), Console(stderr=True)
+    corpus = standard_library()
     held_out = held_out_windows(checkpoint, windows)
     text = calibration_text(corpus, characters)
     rows: list[dict[str, Any]] = []
     exact: list[torch.Tensor] = []
     with tempfile.TemporaryDirectory() as folder:
         every = ways(checkpoint, scheme, text, Path(folder))
-        for name, rounding, path, quantization in track(every, "quantization", console=console):
+        for name, rounding, path, quantization in progress(every, "quantization"):
             loaded = load_model(path, "bfloat16", "cpu", quantization=quantization)
             if not exact:
                 exact = list(logits(loaded, held_out))

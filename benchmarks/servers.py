@@ -25,6 +25,12 @@ PLAIN = ("--speculative-config", '{"method": "none"}')
 _SIZES = ("--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)
 
 
+def need_vllm() -> None:
+    """Raises SystemExit if vLLM is not set up."""
+    if PEERS["vllm"].missing:
+        raise SystemExit("vLLM is not set up; `make peers PEERS=vllm` does it")
+
+
 def vllm_serving(model: str, draft: str, depth: int, *more: str) -> AbstractContextManager[tuple[str, int]]:
     """Runs vLLM's server within the ``with`` block. Yields its address and its process id.
 

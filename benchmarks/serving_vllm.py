@@ -34,9 +34,8 @@ from foretoken.bench.http_load import (
 )
 from foretoken.bench.output import report, wide_console
 from foretoken.bench.page import load_table, speedup_lines
-from foretoken.bench.peers.registry import PEERS
 from options import Output, Small, target_path
-from servers import CONTEXT, PLAIN, SEQUENCES, vllm_serving
+from servers import CONTEXT, PLAIN, SEQUENCES, need_vllm, vllm_serving
 
 console = wide_console()
 
@@ -79,8 +78,8 @@ def main(
     output: Output = None,
 ) -> None:
     """Prints throughput and latencies of both servers, and ours over the other's."""
-    if against == "vllm" and PEERS["vllm"].missing:
-        raise SystemExit("vLLM is not set up; `make peers PEERS=vllm` does it")
+    if against == "vllm":
+        need_vllm()
     model, draft = str(target_path(None, small)), str(zoo.path("draft"))
     plan, record = LoadPlan(tuple(concurrency), requests, long_tokens), list[dict[str, object]]()
     both = ("--model", model, "--max-model-len", CONTEXT, "--max-num-seqs", SEQUENCES)

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.output import listing, report
+from foretoken.bench.output import listing, progress, report
 from foretoken.propose.adaptive import Adaptive
 from foretoken.train.data import standard_library
 from options import Output
@@ -96,7 +94,7 @@ def main(
         for i in range(0, len(prompts), requests)
     ]
     measured: list[dict[str, Any]] = []
-    for number, (kind, prompts) in enumerate(track(steps, "shift", console=Console(stderr=True))):
+    for number, (kind, prompts) in enumerate(progress(steps, "shift")):
         before, after = (run(llm, prompts, max_tokens, 1000 * number) for llm in (static, adapting))
         block = {"block": number + 1, "text": kind, "acceptance_static": before[0], "acceptance_adapting": after[0]}
         measured.append(block | {"length_static": before[1], "length_adapting": after[1]})

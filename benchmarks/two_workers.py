@@ -25,10 +25,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
 
 from foretoken import zoo
-from foretoken.bench.output import cores, listing, report
+from foretoken.bench.output import cores, listing, progress, report
 from foretoken.bench.workloads import prompts_or_functions
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
@@ -190,7 +189,7 @@ def main(
         worker.run("greedy", ids, 0, tokens)
         for record in (worker.totals, worker.drafts, worker.ready):
             record.clear()
-    for turn, (kind, at) in enumerate(track(turns, description="requests", transient=True)):
+    for turn, (kind, at) in enumerate(progress(turns, "requests")):
         for worker in ways[turn % 3 :] + ways[: turn % 3]:
             worker.run(kind, ids, at, tokens)
     made = [worker.result(kind, ways[0], len(ids)) for kind in KINDS for worker in ways]

@@ -21,12 +21,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.output import listing, report
 from foretoken.cli.plan import lanes
+from foretoken.cli.theme import staged
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.candidates import PlanRow
 from foretoken.plan.outcome import Plan
@@ -178,12 +178,7 @@ def main(
         engine=json.loads(engine_args),
     )
     bench.command()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=1.0)
-
-        def say(stage: str, share: float) -> None:
-            progress.update(bar, description=stage, completed=share)
-
+    with staged(Console(stderr=True)) as say:
         started = perf_counter()
         measured = answers(bench, deepened(known, depth), ids, say)
         seconds = perf_counter() - started

@@ -10,13 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from foretoken.core.threads import read_or_empty, usable_threads
+
+T = TypeVar("T")
 
 
 def cores() -> int:
@@ -91,6 +94,11 @@ def wide_console() -> Console:
     """Returns a console that does not fold tables in a pipe or file."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def progress(items: Iterable[T], title: str) -> Iterable[T]:
+    """Yields the items, with a progress bar on standard error."""
+    return track(items, title, console=Console(stderr=True), transient=True)
 
 
 def figures(heads: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Table:
