@@ -35,6 +35,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
 from foretoken.models.formats.layers import Layers, Source, read_ends
 from foretoken.models.loading import load_model
+from foretoken.models.runners.native.bindings import BatchSpec
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
 from options import Output, Rows, Target, Turns, target_path
@@ -72,8 +73,11 @@ class FillingRunner(NativeRunner):
 
     filling = True
 
-    def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
-        return {"prefix": array("i", [1]) * len(plan.tokens)} if self.filling else {}
+    def _batch(self, plan: PassPlan, further: Sequence[int] | None = None) -> BatchSpec:
+        batch = super()._batch(plan, further)
+        if self.filling:
+            batch.hold(prefix=array("i", [1]) * len(plan.tokens))
+        return batch
 
 
 def attention_alone(config: dict[str, Any], cache: str) -> FillingRunner:

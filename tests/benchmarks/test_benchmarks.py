@@ -25,8 +25,12 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.audit.endpoint.engines import EnginePair
 from foretoken.bench.http_load import LoadResult, Percentiles
 from foretoken.bench.peers.registry import PEERS
+from foretoken.core.draft import Draft
+from foretoken.models.base import Handle
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.checkpoint import load_config
 from foretoken.models.loading import load_model
+from foretoken.models.runners.pass_plan import PassPlan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NGRAM = """--config '{"method": "ngram", "num_speculative_tokens": 4}'"""
@@ -134,6 +138,19 @@ def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monke
     printed = call("loading", ["--model", str(zoo.path("draft")), "--repeats", "1"])
     assert all(f"{state}, {kind}" in printed for state in ("cold", "warm") for kind in ("packed", "mapped"))
     assert drop.read_text(encoding="ascii") == "3"
+
+
+@pytest.mark.parametrize("filling", [True, False])
+def test_rows_that_fill_a_long_context_see_one_key(filling):
+    module = importlib.import_module("long_context")
+    runner = module.attention_alone(load_config(zoo.path("draft")), "bfloat16")
+    runner.filling, last = filling, []
+    for middle in (5, 6):
+        tokens = [4, middle, 7]
+        handle = Handle(runner.acquire(tokens)[0], tokens)
+        plan = PassPlan.of([handle], [Draft.empty()], [0])
+        last.append(runner.run(plan, (), logits=True).logits[-1])
+    assert last[0].equal(last[1]) == filling
 
 
 @pytest.mark.slow
