@@ -50,11 +50,11 @@ def vllm_serving(model: str, draft: str, depth: int, *more: str) -> AbstractCont
     return server_process(command, "/health", environment)
 
 
-def llamacpp_serving(model: str, draft: str, depth: int, slots: int = 16) -> AbstractContextManager[tuple[str, int]]:
-    """Runs llama.cpp's server, as ``vllm_serving`` runs vLLM's. slots: sequences at once."""
+def llamacpp_serving(model: str, draft: str, depth: int) -> AbstractContextManager[tuple[str, int]]:
+    """Runs llama.cpp's server, as ``vllm_serving`` runs vLLM's, for 16 sequences at once."""
     peer = PEERS["llamacpp"]
     command = [str(peer.place / peer.program), "--model", str(gguf(Path(model), "BF16"))]
-    command += ["--parallel", str(slots), "--ctx-size", str(slots * 1024), "--threads", str(cores()), "--metrics"]
+    command += ["--parallel", "16", "--ctx-size", "16384", "--threads", str(cores()), "--metrics"]
     if depth:
         command += ["--spec-type", "draft-simple", "--spec-draft-model", str(gguf(Path(draft), "BF16"))]
         command += ["--spec-draft-n-max", str(depth), "--spec-draft-p-min", "0", "--spec-draft-threads", str(cores())]

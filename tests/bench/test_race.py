@@ -122,7 +122,7 @@ def test_memory_decides_who_stays():
         return made[setup.system]
 
     schedule = [setups[name] for name in "abcabc"]
-    pool = Pool(start, schedule, fits=lambda setup: pool.loaded < 2)
+    pool = Pool(start, schedule, fits=lambda setup: sum(not fake.closed for fake in made.values()) < 2)
     with closing(pool):
         for turn, setup in enumerate(schedule):
             assert pool.get(turn) is made[setup.system]

@@ -50,20 +50,9 @@ class Loaded:
     weight_format: str = "raw"
 
     @staticmethod
-    def of(
-        path: Path,
-        quantization: str = "",
-        max_length: int | None = None,
-        weight_format: str = "raw",
-        kv_cache_dtype: str = "auto",
-    ) -> "Loaded":
-        model = load_model(
-            path,
-            max_length=max_length,
-            quantization=quantization or None,
-            weight_format=weight_format,
-            kv_cache_dtype=kv_cache_dtype,
-        )
+    def of(path: Path, quantization: str = "", weight_format: str = "raw", kv_cache_dtype: str = "auto") -> "Loaded":
+        quantized = quantization or None
+        model = load_model(path, quantization=quantized, weight_format=weight_format, kv_cache_dtype=kv_cache_dtype)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return Loaded(path, model, load_config(path), size, quantization, weight_format)
 

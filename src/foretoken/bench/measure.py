@@ -197,7 +197,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.output import memory
 imported = memory("VmHWM")
 llm = LLM(**json.loads(sys.argv[1]))
-for _ in llm.stream("def", SamplingParams(max_tokens=int(sys.argv[2]), temperature=0, ignore_eos=True)):
+for _ in llm.stream("def", SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)):
     pass
 print(json.dumps({"imported": imported, "peak": memory("VmHWM")}), flush=True)
 """
@@ -215,12 +215,12 @@ class Startup:
     imported_bytes: int
 
 
-def startup(name: str, options: dict[str, Any], times: int = 3, tokens: int = 1) -> Startup:
-    """Times ``LLM(**options)`` and its first tokens, ``times`` times after one warm-up. Raises ForetokenError."""
+def startup(name: str, options: dict[str, Any], times: int) -> Startup:
+    """Times ``LLM(**options)`` and its first token, ``times`` times after one warm-up. Raises ForetokenError."""
     seconds: list[float] = []
     reported = {"peak": 0, "imported": 0}
     for _ in range(times + 1):
-        took, reported = fresh_process(_PROGRAM, [json.dumps(options), str(tokens)])
+        took, reported = fresh_process(_PROGRAM, [json.dumps(options)])
         seconds.append(took)
     warm = seconds[1:]
     return Startup(name, median(warm), min(warm), max(warm), reported["peak"], reported["imported"])

@@ -101,13 +101,13 @@ def progress(items: Iterable[T], title: str) -> Iterable[T]:
     return track(items, title, console=Console(stderr=True), transient=True)
 
 
-def figures(heads: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Table:
+def figures(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Returns a table in Markdown. Columns of figures are aligned to the right, other columns to the left.
 
-    rows: Cells of each row, which are printed as ``str`` has them. title: A line above the table.
+    rows: Cells of each row, which are printed as ``str`` has them.
     """
     lines = [[str(cell) for cell in row] for row in rows]
-    table = Table(box=box.MARKDOWN, title=title)
+    table = Table(box=box.MARKDOWN)
     for column, head in enumerate(heads):
         numeric = all(line[column][:1] in _FIGURE for line in lines)
         table.add_column(head, justify="right" if numeric else "left", overflow="fold")
@@ -116,14 +116,14 @@ def figures(heads: Sequence[str], rows: Iterable[Sequence[object]], title: str |
     return table
 
 
-def listing(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]], title: str | None = None) -> Table:
+def listing(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]]) -> Table:
     """Returns a table of records.
 
     Args:
         columns: The format of each column over a record's fields, such as "{seconds:.2f}", by the column's head.
         records: Fields by name. A cell is empty if a field of its format is missing or None.
     """
-    return figures(list(columns), ([_cell(form, each) for form in columns.values()] for each in records), title)
+    return figures(list(columns), ([_cell(form, each) for form in columns.values()] for each in records))
 
 
 def _cell(form: str, record: Mapping[str, Any]) -> str:

@@ -43,10 +43,6 @@ class Pool:
         self._start, self._schedule, self._fits = start, list(schedule), fits
         self._workers: dict[Setup, PeerWorker] = {}
 
-    @property
-    def loaded(self) -> int:
-        return len(self._workers)
-
     def get(self, turn: int) -> PeerWorker:
         """Returns the worker of a turn and loads it if necessary, unloading others. Raises PeerError."""
         setup = self._schedule[turn]

@@ -89,7 +89,7 @@ def _passes(
     from foretoken.bench.costs import Loaded, pass_costs
     from foretoken.bench.page import pass_table
 
-    loaded = Loaded.of(wide, formats.quantization or "", None, formats.weight_format, formats.kv_cache_dtype)
+    loaded = Loaded.of(wide, formats.quantization or "", formats.weight_format, formats.kv_cache_dtype)
     result = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
     _keep(loaded, result, notes)
     precision = loaded.quantization or str(loaded.model.dtype).removeprefix("torch.")

@@ -20,7 +20,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
     llm = LLM(
         setup.target,
         speculative_config=config | ({"model": setup.draft} if setup.draft else {}),
-        dtype=setup.dtype,
+        dtype="bfloat16",
         max_model_len=setup.max_length,
         max_num_seqs=max(16, setup.batch),
         quantization=quantization(setup),

@@ -29,7 +29,6 @@ class Setup:
     max_length: int = 2048  # prompt and output tokens together
     batch: int = 1
     threads: int = 1
-    dtype: str = "bfloat16"  # of what is not quantized
     options: tuple[tuple[str, str], ...] = ()  # the system's own options, values as JSON
 
 

@@ -19,9 +19,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
     paths = [setup.target, *([setup.draft] if setup.draft else [])]
     seq2seq = transformers.AutoConfig.from_pretrained(setup.target).is_encoder_decoder
     kind = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
-    models: list[Any] = [
-        kind.from_pretrained(path, dtype=getattr(torch, setup.dtype)).to(device).eval() for path in paths
-    ]
+    models: list[Any] = [kind.from_pretrained(path, dtype=torch.bfloat16).to(device).eval() for path in paths]
     for model in models:
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
