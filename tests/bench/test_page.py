@@ -22,23 +22,8 @@ from foretoken.propose.prediction import Prediction
 from foretoken.propose.suffix import Lookup, Suffix
 
 ROW = RaceRow(
-    "foretoken",
-    "1",
-    "draft_model",
-    4,
-    "bf16",
-    0.0,
-    1,
-    50.0,
-    (45.0, 55.0),
-    60.0,
-    (55.0, 65.0),
-    0.1,
-    2.7,
-    True,
-    6,
-    6,
-    3,
+    *("foretoken", "1", "draft_model", 4, "bf16", 0.0, 1),
+    *(50.0, (45.0, 55.0), 60.0, (55.0, 65.0), 0.1, 2.7, True, 6, 6, 3),
     best=True,
 )
 ROWS = [

@@ -3,11 +3,11 @@
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.bench.test_worker import eventually
 
 from foretoken.bench.peers import export, llamacpp, registry
 from foretoken.bench.peers import vllm as vllm_peer
@@ -91,17 +91,7 @@ def test_a_killed_peer_takes_its_server_along(server, tmp_path):
         assert peer.stdout is not None
         pid = int(peer.stdout.readline())
         peer.kill()
-    deadline = time.monotonic() + 60
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _alive(pid)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    eventually(pid, "Z")
 
 
 @pytest.fixture
