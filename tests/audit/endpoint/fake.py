@@ -182,6 +182,20 @@ class QuietHandler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         return
 
+    def troubled(self, trouble: str) -> bool:
+        """Whether the request is lost to a trouble of any server."""
+        match trouble:
+            case "fails":
+                self.send(500, b'{"error": {"message": "out of memory"}}')
+            case "limits":
+                self.send(429, b'{"error": {"message": "slow down"}}', {"Retry-After": "0"})
+            case "stalls":
+                time.sleep(10.0)
+                self.close_connection = True
+            case _:
+                return False
+        return True
+
 
 class Handler(QuietHandler):
     wbufsize = -1  # one packet for head and body, else the client waits for the second
@@ -214,16 +228,9 @@ class Handler(QuietHandler):
     def _troubled(self, body: dict[str, Any]) -> bool:
         """Whether the request is lost."""
         match self.behaviour.trouble:
-            case "fails":
-                self._send(500, {"error": {"message": "out of memory"}})
-            case "limits":
-                self._send(429, {"error": {"message": "slow down"}}, headers={"Retry-After": "0"})
             case "limits once" if json.dumps(body) not in self.server.limited:  # type: ignore[attr-defined]
                 self.server.limited.add(json.dumps(body))  # type: ignore[attr-defined]
-                self._send(429, {"error": {"message": "slow down"}}, headers={"Retry-After": "0"})
-            case "stalls":
-                time.sleep(10.0)
-                self.close_connection = True
+                return self.troubled("limits")
             case "closes" | "closes streams" if body.get("stream") or self.behaviour.trouble == "closes":
                 self.send_response(200)
                 self.send_header("Content-Length", "100000")
@@ -232,8 +239,8 @@ class Handler(QuietHandler):
                 self.close_connection = True
             case "garbage":
                 self._send(200, {"choices": []})
-            case _:
-                return False
+            case trouble:
+                return self.troubled(trouble)
         return True
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -291,7 +298,7 @@ class Handler(QuietHandler):
             choice["prompt_logprobs"] = [None, *told]
         return choice
 
-    def _send(self, status: int, value: Any, stream: bool = False, headers: dict[str, str] | None = None) -> None:
+    def _send(self, status: int, value: Any, stream: bool = False) -> None:
         if stream:
             choice = value["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -300,7 +307,7 @@ class Handler(QuietHandler):
             content = b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"
         else:
             content = json.dumps(value).encode()
-        self.send(status, content, headers)
+        self.send(status, content)
 
 
 class ThreadedServer(ThreadingHTTPServer):

@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 
 import httpx
+import numpy as np
 import pytest
 from tests.audit.endpoint.fake import ALPHABET, TARGET, Behaviour, _softmax, serving
 from tests.audit.endpoint.tasks import PROMPTS, SIZES, tasked
@@ -128,16 +129,10 @@ class Table:
         for own, last in zip(text.ids, before, strict=True):
             logits = TARGET[last].copy()
             logits[::2] += self.shifted
-            logs = sorted(zip(map(float, _log(logits)), range(len(ALPHABET)), strict=True), reverse=True)
+            logs = sorted(zip(map(float, np.log(_softmax(logits))), range(len(ALPHABET)), strict=True), reverse=True)
             top = tuple((str(token), value) for value, token in logs)
             places.append(TokenPlace(str(own), dict(top)[str(own)], top))
         return tuple(places)
-
-
-def _log(logits):
-    import numpy as np
-
-    return np.log(_softmax(logits))
 
 
 @pytest.mark.parametrize("fault", ["", "greedy"])

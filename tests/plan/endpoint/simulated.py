@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.audit.endpoint.fake import QuietHandler, ThreadedServer, listening
 
-from foretoken.probe.answers import Arrival, DraftCounts, Failed, ServerAnswer
+from foretoken.probe.answers import Arrival, DraftCounts, Failed, ServerAnswer, summed
 from foretoken.probe.workload import Wave
 
 PROMPTS = tuple(f"prompt number {i}: " for i in range(24))
@@ -81,14 +81,9 @@ class SimulatedSender:
         chance = random.Random(f"{side.name}/{tag}")
         clock = _Clock(self.engine, depth, self.max_tokens, prompts, chance, self.slots)
         answers = clock.run()
-        drafts = [answer.counts for answer in answers if answer.counts is not None]
-        counts = None
-        if self.engine.told:
-            counts = DraftCounts(0.0, 0.0, 0.0)
-            for each in drafts:
-                counts = counts.plus(each)
-            if depth and self.engine.lies:
-                counts = replace(counts, accepted=counts.accepted * self.engine.lies)
+        counts = summed(answer.counts for answer in answers) if self.engine.told else None
+        if counts is not None and depth and self.engine.lies:
+            counts = replace(counts, accepted=counts.accepted * self.engine.lies)
         bare = tuple(replace(answer, counts=None) for answer in answers)
         return Wave(bare, counts, self.others * sum(answer.tokens for answer in answers))
 
@@ -138,7 +133,7 @@ class _Clock:
         if self.engine.one_token_chunks:
             arrivals = [arrival._replace(tokens=None) for arrival in arrivals]
         drafts = DraftCounts(float(counts[0]), float(counts[1]), float(counts[2]))
-        total = sum(1 for _ in range(self.max_tokens))
+        total = self.max_tokens
         return ServerAnswer("x" * 4 * total, tokens=total, seconds=now, arrivals=tuple(arrivals), counts=drafts)
 
 
@@ -241,20 +236,11 @@ class _StreamHandler(QuietHandler):
             behaviour.seen += 1
             number = behaviour.seen
         trouble = behaviour.trouble if number > behaviour.healthy else ""
-        match trouble:
-            case "fails":
-                self.send(500, b'{"error": {"message": "out of memory"}}')
-                return
-            case "limits":
-                self.send(429, b'{"error": {"message": "slow down"}}')
-                return
-            case "stalls":
-                time.sleep(10.0)
-                self.close_connection = True
-                return
-            case "no streams" if body.get("stream"):
-                self.send(400, b'{"error": {"message": "stream is not supported"}}')
-                return
+        if self.troubled(trouble):
+            return
+        if trouble == "no streams" and body.get("stream"):
+            self.send(400, b'{"error": {"message": "stream is not supported"}}')
+            return
         limit, out = int(body["max_tokens"]), queue.Queue[int]()
         depth = int(body.get("speculative_tokens", self.passes.depth))
         self.passes.arriving.put(_Sequence(str(body["prompt"]), limit, depth, out))

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -135,14 +136,8 @@ def test_costs_are_told_before_and_a_small_budget_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("lies, said", [(2.0, "impossible"), (0.3, "tokens per pass, but")])
 def test_metrics_that_lie(lies, said):
-    engine = StreamingBehaviour().engine
-    behaviour = StreamingBehaviour(type(engine)(**{**_fields(engine), "lies": lies}))
-    with pair(behaviour) as own:
+    with pair(StreamingBehaviour(replace(StreamingBehaviour().engine, lies=lies))) as own:
         assert said in planned(own, concurrency=(2,), depth=4).because
-
-
-def _fields(engine):
-    return {name: getattr(engine, name) for name in engine.__dataclass_fields__}
 
 
 def test_counters_of_every_engine():
