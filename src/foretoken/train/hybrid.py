@@ -20,7 +20,7 @@ from foretoken.core.files import write_json
 from foretoken.models.heads.layers import GatedAttention, GatedMlp, OffsetNorm, copy_if_fits, weights_of
 from foretoken.train.config import TrainConfig
 from foretoken.train.shapes import HybridShape
-from foretoken.train.target import Recipe
+from foretoken.train.target import Recipe, next_token_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -367,7 +367,7 @@ class HybridModel(nn.Module):
     def loss(self, ids: Tensor) -> Tensor:
         """Returns the loss of ids [B, T] in nats a token; in training with those of the MTP layer and the experts."""
         hidden, balance = self.model(ids)
-        loss = _cross_entropy(F.linear(hidden, self.model.embed_tokens.weight)[:, :-1], ids[:, 1:])
+        loss = next_token_loss(F.linear(hidden, self.model.embed_tokens.weight), ids)
         if not self.training:
             return loss
         further, unevenly = self._further(ids, hidden)
@@ -376,11 +376,7 @@ class HybridModel(nn.Module):
     def _further(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         embedding = self.model.embed_tokens.weight.detach()
         hidden, balance = self.mtp(self.model.embedded(ids[:, 1:]).detach(), hidden[:, :-1].detach())
-        return _cross_entropy(F.linear(hidden, embedding)[:, :-1], ids[:, 2:]), balance
-
-
-def _cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+        return next_token_loss(F.linear(hidden, embedding), ids[:, 1:]), balance
 
 
 def _new(shape: HybridShape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> HybridModel:

@@ -102,9 +102,9 @@ def widen_checkpoint(
     destination = Destination.checked(out, MODEL, (source, *heads), force)
     source = checkpoint_folder(source)
     config = read_config(source)
-    if heads and FAMILIES[config["model_type"]] is not llama:
-        raise InvalidRequest(f"heads are widened for a Llama, not for a {config['model_type']!r} model")
     family = FAMILIES[config["model_type"]]
+    if heads and family is not llama:
+        raise InvalidRequest(f"heads are widened for a Llama, not for a {config['model_type']!r} model")
     if not isinstance(shape, family.SHAPE):
         raise InvalidRequest(
             f"a {config['model_type']!r} model cannot grow to the size of a {_NAMES[type(shape)]}; "
