@@ -16,6 +16,7 @@ from typing import IO, Any, ClassVar
 import httpx
 import openai
 import pytest
+from tests.cli.conftest import Run, run  # noqa: F401  # a fixture, and its type
 
 from foretoken import LLM, zoo
 from foretoken.serve.app import create_app

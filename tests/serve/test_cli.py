@@ -9,35 +9,28 @@ import pytest
 from tests.serve.conftest import served
 
 from foretoken.cli import serve as command
-from foretoken.cli.main import main
 from foretoken.cli.serve_options import response_store, size_in_bytes
 from foretoken.core.errors import InvalidRequest
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of an error."""
-    with pytest.raises(SystemExit) as caught:
-        main(["serve", *arguments])
-    said = capsys.readouterr().err.strip().splitlines()
-    assert caught.value.code != 0 and len(said) == 1
-    return said[0]
-
-
-def test_a_broken_chat_template_is_refused_before_a_model_is_loaded(capsys, tmp_path):
+def test_a_broken_chat_template_is_refused_before_a_model_is_loaded(run, tmp_path):
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
     (tmp_path / "models.json").write_text('[{"model": "/none", "chat_template": "broken.jinja"}]')
     for option, file in (("--chat-template", "broken.jinja"), ("--model-config", "models.json")):
-        assert "broken.jinja is not valid Jinja (line 1" in refused(capsys, "--port", "0", option, str(tmp_path / file))
+        result = run("serve --port 0", option, str(tmp_path / file))
+        assert result.code == 1 and result.err.count("\n") == 1
+        assert "broken.jinja is not valid Jinja (line 1" in result.err
 
 
 @pytest.mark.parametrize("flags, shares", [([], False), (["--share-cache-across-keys"], True)])
-def test_keys_share_a_cache_where_the_operator_says_so(capsys, monkeypatch, flags, shares):
+def test_keys_share_a_cache_where_the_operator_says_so(run, monkeypatch, flags, shares):
     def settings(**given: object) -> None:
         assert given["share_cache_across_keys"] is shares and given["api_keys"] == ("a", "b")
         raise InvalidRequest("seen")
 
     monkeypatch.setattr(command, "ServerSettings", settings)
-    assert "seen" in refused(capsys, "--api-key", "a", "--api-key", "b", *flags)
+    result = run("serve --api-key a --api-key b", *flags)
+    assert (result.code, result.err) == (1, "foretoken: error: seen\n")
 
 
 def test_without_the_extra() -> None:

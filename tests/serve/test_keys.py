@@ -11,11 +11,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.serve.conftest import Running, running
+from tests.serve.conftest import Run, Running, running
 from tests.serve.test_errors import OK, error_of
 
 from foretoken import LLM
-from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.errors import ApiError
 from foretoken.serve.key_file import KeyRecord, add, digest, new_key, read_keys, revoke
@@ -203,32 +202,26 @@ def test_buckets_fill_evenly() -> None:
     assert (duration(0.0), duration(0.5), duration(1.2), duration(360)) == ("0ms", "500ms", "2s", "6m0s")
 
 
-def test_commands_add_list_and_revoke_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_add_list_and_revoke_keys(tmp_path: Path, run: Run) -> None:
     file = tmp_path / "keys.json"
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["keys", *arguments])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    options = ("--scope", "generate", "--scope", "metrics", "--expires", "30d", "--requests-per-minute", "60")
-    code, key, _ = run("add", str(file), "--name", "ci", *options)
-    assert code == 0 and key.startswith("ft-") and len(key.strip()) > 40
+    add, options = f"keys add {file} --name", "--scope generate --scope metrics --expires 30d --requests-per-minute 60"
+    added = run(f"{add} ci {options}")
+    key = added.out.strip()
+    assert added.code == 0 and key.startswith("ft-") and len(key) > 40
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert key.strip() not in file.read_text() and digest(key.strip()).hex() in file.read_text()
+    assert key not in file.read_text() and digest(key).hex() in file.read_text()
     (record,) = read_keys(file)
     assert record.scopes == ("generate", "metrics") and record.requests_per_minute == 60 and record.expires
-    assert "already has a key named ci" in run("add", str(file), "--name", "ci")[2]
-    listed = json.loads(run("list", str(file), "--json")[1])
+    assert "already has a key named ci" in run(f"{add} ci").err
+    listed = json.loads(run(f"keys list {file} --json").out)
     assert listed["keys"][0]["name"] == "ci" and "sha256" not in listed["keys"][0]
-    assert "ci" in run("list", str(file))[1]
-    assert "no key named 'x'; it has: ci" in run("revoke", str(file), "x")[2]
-    assert run("revoke", str(file), "ci")[0] == 0 and read_keys(file) == []
-    assert "--expires must be a duration" in run("add", str(file), "--name", "a", "--expires", "soon")[2]
-    assert "--expires must be in the future" in run("add", str(file), "--name", "a", "--expires", "2020-01-01")[2]
-    assert "scopes must be among" in run("add", str(file), "--name", "a", "--scope", "root")[2]
-    assert "name must be" in run("add", str(file), "--name", "a b")[2]
+    assert "ci" in run(f"keys list {file}").out
+    assert "no key named 'x'; it has: ci" in run(f"keys revoke {file} x").err
+    assert run(f"keys revoke {file} ci").code == 0 and read_keys(file) == []
+    assert "--expires must be a duration" in run(f"{add} a --expires soon").err
+    assert "--expires must be in the future" in run(f"{add} a --expires 2020-01-01").err
+    assert "scopes must be among" in run(f"{add} a --scope root").err
+    assert "name must be" in run(f"{add} 'a b'").err
 
 
 @pytest.mark.parametrize(
@@ -250,16 +243,14 @@ def test_commands_add_list_and_revoke_keys(tmp_path: Path, capsys: pytest.Captur
         ('{"keys": [{"name": "a", "sha256": "%s"}, {"name": "b", "sha256": "%s"}]}', "hashes are unique"),
     ],
 )
-def test_bad_files_are_refused_in_one_line(tmp_path, capsys, content, words):
+def test_bad_files_are_refused_in_one_line(tmp_path, run, content, words):
     file = tmp_path / "keys.json"
     if content is not None:
         file.write_text(content.replace("%s", "a" * 64))
     with pytest.raises(InvalidRequest) as refused:
         read_keys(file)
     assert words in str(refused.value) and "ft-secret" not in str(refused.value)
-    with pytest.raises(SystemExit):
-        main(["serve", "--port", "0", "--api-key-file", str(file)])
-    said = capsys.readouterr().err
+    said = run("serve --port 0 --api-key-file", str(file)).err
     assert words in said and said.count("\n") == 1
 
 

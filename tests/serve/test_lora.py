@@ -8,10 +8,9 @@ from typing import Any
 import httpx
 import pytest
 from tests.models.adapters import ATTENTION, save_adapter
-from tests.serve.conftest import Running, running
+from tests.serve.conftest import Run, Running, running
 
 from foretoken import LLM
-from foretoken.cli.main import main
 from foretoken.cli.serve_engines import read_models
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.settings import ServerSettings
@@ -104,20 +103,14 @@ def test_wrong_adapters_are_refused(server: Running, body: dict[str, Any], messa
     assert server.post({"lora_name": "d"}, "unload_lora_adapter").status_code == 400
 
 
-def options_refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    with pytest.raises(SystemExit):
-        main(["serve", *args])
-    return capsys.readouterr().err
-
-
-def test_the_command_line_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "takes NAME=PATH, got 'sql'" in options_refused(capsys, "--lora-modules", "sql")
-    assert "two adapters 'a'" in options_refused(capsys, "--lora-modules", "a=x", "a=y")
-    assert "two adapters 'a'" in options_refused(capsys, "--lora-modules", "a=x", "--lora-modules", "a=y")
+def test_the_command_line_names_what_is_wrong(run: Run) -> None:
+    assert "takes NAME=PATH, got 'sql'" in run("serve --lora-modules sql").err
+    assert "two adapters 'a'" in run("serve --lora-modules a=x a=y").err
+    assert "two adapters 'a'" in run("serve --lora-modules a=x --lora-modules a=y").err
     as_json = json.dumps({"name": "m", "path": "x", "base_model_name": "y"})
-    clash = options_refused(capsys, "--served-model-name", "m", "--lora-modules", as_json)
+    clash = run("serve --served-model-name m --lora-modules", as_json).err
     assert "names 'm', which is a name of the model" in clash
-    assert "there is no folder '/nowhere'" in options_refused(capsys, "--lora-modules", "a=/nowhere", "b=/nowhere")
+    assert "there is no folder '/nowhere'" in run("serve --lora-modules a=/nowhere b=/nowhere").err
 
 
 def test_a_model_of_several_may_have_adapters(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running, served
+from tests.serve.conftest import PATIENCE, Run, Running, running, served
 from tests.serve.test_errors import OK
 
 from foretoken import LLM
-from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.request_log import JsonFormatter, RequestTracer
 from foretoken.serve.settings import tls_files
@@ -51,12 +50,11 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 @pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
-def test_tls_with_certificates_of_clients_json_logs_and_reloading(tmp_path: Path) -> None:
+def test_tls_with_certificates_of_clients_json_logs_and_reloading(tmp_path: Path, run: Run) -> None:
     """One server of its own: HTTPS, SIGHUP with a new key and a new certificate, lines of JSON, SIGTERM."""
     (cert, key), (client, client_key) = certificate(tmp_path, "server"), certificate(tmp_path, "client")
     keys = tmp_path / "keys.json"
-    with pytest.raises(SystemExit):
-        main(["keys", "add", str(keys), "--name", "first"])
+    assert run("keys add --name first", str(keys)).code == 0
     tls = ("--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", client, "--ssl-cert-reqs", "2")
     options = (*map(str, tls), "--api-key-file", str(keys), "--log-format", "json")
     trusted = ssl.create_default_context(cafile=str(cert))
@@ -85,7 +83,7 @@ def test_tls_with_certificates_of_clients_json_logs_and_reloading(tmp_path: Path
     assert line["status"] == 401 and line["path"] == "/v1/models" and line["level"] == "info"
 
 
-def test_wrong_tls_options_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_tls_options_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:
     cert, key = certificate(tmp_path, "server")
     other = certificate(tmp_path, "other")[1]
     for options, words in (
@@ -98,9 +96,7 @@ def test_wrong_tls_options_are_refused_in_one_line(tmp_path: Path, capsys: pytes
         with pytest.raises(InvalidRequest, match=words):
             tls_files(*options)
     assert tls_files(None, None, None, 0) is None and tls_files(cert, key, None, 0) is not None
-    with pytest.raises(SystemExit):
-        main(["serve", "--port", "0", "--ssl-certfile", str(tmp_path / "none")])
-    assert "--ssl-certfile: there is no file" in capsys.readouterr().err
+    assert "--ssl-certfile: there is no file" in run("serve --port 0 --ssl-certfile", str(tmp_path / "none")).err
 
 
 @pytest.mark.slow

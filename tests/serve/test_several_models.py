@@ -16,7 +16,6 @@ from tests.serve.test_errors import error_of
 from tests.serve.test_keys import bearer, made
 
 from foretoken import LLM, SamplingParams
-from foretoken.cli.main import main
 from foretoken.cli.serve_engines import read_models
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.app import create_model_group
@@ -161,16 +160,14 @@ def test_stored_responses_speculation_metrics_and_probes(several: tuple[Running,
         ('[{"model": "x", "chat_template": "none.jinja"}]', "cannot read the chat template"),
     ],
 )
-def test_bad_files_are_refused_in_one_line(tmp_path, capsys, content, words):
+def test_bad_files_are_refused_in_one_line(tmp_path, run, content, words):
     file = tmp_path / "models.json"
     if content is not None:
         file.write_text(content)
     with pytest.raises(InvalidRequest) as refused:
         read_models(file)
     assert words in str(refused.value)
-    with pytest.raises(SystemExit):
-        main(["serve", "--port", "0", "--model-config", str(file)])
-    said = capsys.readouterr().err
+    said = run("serve --port 0 --model-config", str(file)).err
     assert words in said and said.count("\n") == 1
 
 
