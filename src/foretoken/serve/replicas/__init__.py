@@ -44,7 +44,7 @@ class ReplicaScale:
 
     @property
     def maximum(self) -> int:
-        return self.max_replicas or self.minimum
+        return self.minimum if self.max_replicas is None else self.max_replicas
 
 
 def share(nodes: Sequence[float], count: int) -> float:
