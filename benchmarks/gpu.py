@@ -2,34 +2,48 @@
 
 The most important figures come first; parts for which no time is left are listed. Every text is compared with plain
 decoding. ``--small`` runs on any device, where calls of the driver are not counted and the figures mean nothing.
+``--interpreted`` runs the same path on a CPU with a tiny random pair, its kernels in Triton's interpreter, in minutes.
 """
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from foretoken import LLM, CompletionOutput, SamplingParams
 from foretoken.bench.output import listing, report, wide_console
 from foretoken.core.devices import wait_for
 from foretoken.core.errors import ForetokenError
+from foretoken.core.native.build import SWITCH
+from foretoken.models.runners import choose
+from foretoken.models.runners.cuda.graphs import States
+from foretoken.models.runners.cuda.runner import CudaRunner
 from foretoken.train.block_heads import DSparkHead
-from foretoken.train.config import DSparkTrainConfig
+from foretoken.train.config import DSparkTrainConfig, Eagle3Config, MtpTrainConfig
+from foretoken.train.eagle import Eagle3Head
 from foretoken.train.frozen_target import FrozenTarget
+from foretoken.train.head import Head
+from foretoken.train.mtp import MtpHead
+from foretoken.train.shapes import LlamaShape
 from options import Config, Draft, Output, Small, SomePrompts, Target, label, some_prompts, target_path, with_models
+from request_fuzz import Pair
 
 PLAIN: Config = {"method": "none"}
 DRAFTED: list[Config] = [
@@ -41,7 +55,13 @@ DRAFTED: list[Config] = [
     {"method": "ngram"},
 ]
 HEADS = ("eagle3", "mtp")
-UNTRAINED = "untrained"  # stands for a head with random weights: none is bundled
+UNTRAINED = "untrained"  # stands for a head with random weights, where none is bundled
+RANDOM_HEADS: dict[str, Callable[[FrozenTarget, Tensor], Head]] = {
+    "eagle3": partial(Eagle3Head, Eagle3Config()),
+    "mtp": partial(MtpHead, MtpTrainConfig()),
+    "dspark": partial(DSparkHead, DSparkTrainConfig(gated=True)),
+}
+TINY = LlamaShape(32, 48, 3, 1, 1, 32, 512)  # the interpreter takes milliseconds for each row, layer and head
 QUANTIZED = ("int8", "int4")
 CALLS = {  # names of the profiler, by their beginnings
     "launches": ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel"),
@@ -61,10 +81,35 @@ COLUMNS = {
 } | {name: f"{{calls[{name}]}}" for name in CALLS}
 
 
-def untrained_head(target: Path, folder: Path) -> Path:
-    """Writes a gated DSpark head with random weights: its time is that of a trained one, its acceptance is not."""
+class Repeated:
+    """Computes again where a device replays a graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
+        static = {key: state.clone() for key, state in function().items()}
+
+        def replay() -> States:
+            for key, state in function().items():
+                static[key].copy_(state)
+            return static
+
+        return replay
+
+
+@contextmanager
+def interpreting(folder: Path) -> Iterator[Pair]:
+    """Lets models on a CPU take a GPU's path. Yields a tiny pair. Triton must not be imported before."""
+    chosen = patch.multiple(choose, has_kernels=lambda _: True, CudaRunner=partial(CudaRunner, capture=Repeated))
+    with patch.dict(os.environ, {"TRITON_INTERPRET": "1", SWITCH: "0"}), chosen:
+        yield Pair(folder, TINY)
+
+
+def untrained_head(method: str, target: Path, folder: Path) -> Path:
+    """Writes a head with random weights: its time is that of a trained one, its acceptance is not."""
     frozen = FrozenTarget(target, torch.device("cpu"))
-    head = DSparkHead(DSparkTrainConfig(gated=True), frozen, torch.ones(frozen.vocab))
+    head = RANDOM_HEADS[method](frozen, torch.ones(frozen.vocab))
     (folder / "config.json").write_text(json.dumps(head.describe(frozen)))
     save_file(head.tensors(frozen), folder / "model.safetensors")
     return folder
@@ -104,7 +149,7 @@ class Measurement:
         method = named(config)
         with TemporaryDirectory() as folder:
             if config.get("model") == UNTRAINED:
-                config["model"] = str(untrained_head(self.target, Path(folder)))
+                config["model"] = str(untrained_head(config["method"], self.target, Path(folder)))
             try:
                 llm = LLM(
                     self.target,
@@ -189,6 +234,7 @@ class Measurement:
 def main(
     target: Target = None,
     small: Small = False,
+    interpreted: Annotated[bool, typer.Option(help="A tiny random pair on a CPU, by Triton's interpreter.")] = False,
     draft: Draft = None,
     prompts: SomePrompts = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 128,
@@ -201,12 +247,19 @@ def main(
     """Measures all parts; the exit code is 1 if any text differs from plain decoding."""
     single = [(0.0, 1), (1.0, 1)]
     batches = [(0.0, size) for size in batch]
-    path, end = target_path(target, small), time.monotonic() + 60 * minutes
-    measured = Measurement(path, draft, some_prompts(prompts, 8), tokens, repeats, end)
     runs = [(PLAIN, "bf16", [*single, *batches]), (DRAFTED[0], "bf16", [*single, *batches])]
     runs += [(config, "bf16", single) for config in DRAFTED[1:]]
     runs += [(PLAIN, numbers, single[:1]) for numbers in QUANTIZED]
-    with wide_console().status("") as status:
+    with ExitStack() as stack:
+        texts = some_prompts(prompts, 8)
+        if interpreted:
+            pair = stack.enter_context(interpreting(Path(stack.enter_context(TemporaryDirectory()))))
+            target, draft, texts = pair.target, pair.draft, ["def"]
+            untrained = {method: {"model": UNTRAINED} for method in HEADS}
+            runs = [(run[0] | untrained.get(run[0]["method"], {}), *run[1:]) for run in runs]
+        path, end = target_path(target, small), time.monotonic() + 60 * minutes
+        measured = Measurement(path, draft, texts, tokens, repeats, end)
+        status = stack.enter_context(wide_console().status(""))
         for config, numbers, places in runs:
             status.update(f"{named(config)}, {numbers}")
             measured.run(config, numbers, places)

@@ -112,9 +112,8 @@ class Outcome:
 class Pair:
     """A folder with a tiny random target and its draft: the target with noise, so that the two often agree."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shape: LlamaShape) -> None:
         tokenizer = train_tokenizer(Corpus("fuzz", TEXT * 3, TEXT), vocab_size=400)
-        shape = LlamaShape(64, 96, 3, 4, 2, 16, 512)
         self.target, self.draft = folder / "target", folder / "draft"
         for path, noise in ((self.target, 0.0), (self.draft, 0.4)):
             model = new_model(shape, tokenizer, seed=1)
@@ -339,7 +338,7 @@ def main(
     counts = dict.fromkeys(("pairs", "aborted", "failed", "drafted", "accepted", "preemptions", "prefix_hits"), 0)
     began, digests = time.monotonic(), dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder))
+        pair = Pair(Path(folder), LlamaShape(64, 96, 3, 4, 2, 16, 512))
         kinds = dtype or (["auto"] if model else ["float32", "int8"])
         for kind in kinds:
             paths = map(model_path, model)
