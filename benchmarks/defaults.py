@@ -22,7 +22,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ import typer
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.editing import ForcedOutput, editing_tasks
+from foretoken.bench.grid import WORDS
 from foretoken.bench.output import cores, figures, progress, report
 from foretoken.bench.workloads import FUNCTIONS, encoded_prompts
 from foretoken.models.formats.checkpoint import load_tokenizer
@@ -45,10 +46,7 @@ BY_HAND = (
     '{"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 6}',
     '{"method": "draft_model", "control": "goodput"}',
 )
-_WORDS = (
-    *("north", "east", "south", "west", "red", "green", "blue", "black"),
-    *("apple", "pear", "plum", "fig", "iron", "tin", "zinc", "lead"),
-)
+_WORDS = tuple(chain(*WORDS))
 _PATTERNS = (
     "    assert parse('{0}: {1}') == ('{0}', '{1}')\n",
     "    {{'name': '{0}', 'colour': '{1}', 'size': {2}}},\n",

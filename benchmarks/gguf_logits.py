@@ -29,12 +29,12 @@ from foretoken.bench.peers import export
 from foretoken.bench.peers.llamacpp import LlamaServer
 from foretoken.bench.peers.registry import GGUF_TYPES, PEERS
 from foretoken.bench.workloads import CONTEXTS, FUNCTIONS, ragged
-from foretoken.core.draft import Draft
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.formats.gguf.families import config_of
 from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.loading import load_model
+from foretoken.plan.texts import SampledText, text_logits
 from options import Output
 
 TYPES = tuple(kind for kind in GGUF_TYPES if not kind.endswith(("_S", "_L")))
@@ -61,16 +61,10 @@ def distance(left: Tensor, right: Tensor) -> dict[str, float]:
     return {"mean": float(values.mean()), "maximum": float(values.max()), "same_top": float(same)}
 
 
-@torch.inference_mode()
 def our_logprobs(path: Path, ids: list[int], dtype: str) -> Tensor:
     """Returns the log-probabilities [n, V] of the token after each of ``ids`` [n], in float64."""
-    model = load_model(path, dtype=dtype)
-    handle = model.open(ids[:1])
-    try:
-        result = model.score([handle], [Draft.chain(ids[1:])])[0].logits
-    finally:
-        model.close(handle)
-    return result.double().log_softmax(-1)
+    text = SampledText(tuple(ids[:1]), (*ids[1:], ids[0]), len(ids))  # the last token is not read
+    return text_logits(load_model(path, dtype=dtype), text).double().log_softmax(-1)
 
 
 def their_logprobs(server: LlamaServer, ids: list[int], vocabulary: int) -> Tensor:

@@ -17,11 +17,11 @@ import typer
 
 from foretoken import zoo
 from foretoken.bench.output import listing, progress, report
-from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.models.options import QUANTIZATIONS
+from foretoken.plan.texts import SampledText, text_logits
 from foretoken.quantize import quantize_checkpoint
 from foretoken.train.data import Corpus, encode, held_out_batches, standard_library
 from options import Output
@@ -46,10 +46,8 @@ def held_out_windows(model: str | Path, count: int) -> torch.Tensor:
 def logits(model: Model, windows: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields the log-probabilities [T - 1, V] of each window."""
     for window in windows.tolist():
-        handle = model.open(window[:1])
-        scores = model.score([handle], [Draft.chain(window[1:])])[0].logits[:-1]
-        model.close(handle)
-        yield scores.float().log_softmax(-1)
+        text = SampledText(tuple(window[:1]), tuple(window[1:]), len(window))
+        yield text_logits(model, text).float().log_softmax(-1)
 
 
 def distance(model: Model, windows: torch.Tensor, exact: list[torch.Tensor]) -> tuple[float, float]:

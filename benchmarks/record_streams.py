@@ -25,9 +25,10 @@ from foretoken.engine.prompts import apply_template
 from foretoken.models.base import Model
 from foretoken.models.heads.eagle import EagleNet
 from foretoken.models.heads.loading import LoadedHead, load_eagle
+from foretoken.plan.texts import SampledText, text_logits
 from real_models import real_model_path
 
-Distributions = Callable[[list[int]], torch.Tensor]
+Distributions = Callable[[list[int], list[int]], torch.Tensor]  # of a prompt and tokens: [N, V], before each token
 QUESTION = "Explain in four paragraphs why the sky is blue, and why sunsets are red."
 LINE = "- {0}: the {1} was checked, no problems were found\n"
 PARTS = ("door", "window", "roof", "cellar", "lift", "kitchen", "garden", "gate")
@@ -47,27 +48,24 @@ def texts(llm: LLM, kind: str) -> tuple[str | list[int], str | None]:
     return prompt, None
 
 
-def scored(model: Model, tokens: list[int]) -> torch.Tensor:
-    """Returns the distributions [N, V] of a model after each token."""
-    handle = model.open(tokens[:1])
-    (scores,) = model.score([handle], [Draft.chain(tokens[1:])])  # a row for each token
-    probs = scores.logits.float().softmax(-1)
-    model.close(handle)
-    return probs
+def scored(model: Model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Returns the distributions [N, V] of a model before each of ``tokens`` [N]."""
+    return text_logits(model, SampledText(tuple(prompt), tuple(tokens), len(tokens))).float().softmax(-1)
 
 
-def scored_by_head(model: Model, head: LoadedHead[EagleNet], tokens: list[int]) -> torch.Tensor:
-    """Returns a head's distributions [N, V] after each token, in its first draft position; zeros after the first."""
-    handle = model.open(tokens[:1])
-    (scores,) = model.score([handle], [Draft.chain(tokens[1:])], head.taps)
+def scored_by_head(model: Model, head: LoadedHead[EagleNet], prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Returns a head's distributions [N, V] before each of ``tokens`` [N], in its first draft position."""
+    whole = [*prompt, *tokens]
+    handle = model.open(whole[:1])
+    (scores,) = model.score([handle], [Draft.chain(whole[1:])], head.taps)
     model.close(handle)
     features = head.net.features(torch.cat([scores.taps[layer] for layer in head.taps], dim=-1))
-    logits = head.net.to_target(head.net.teacher_forced(tokens[1:], features[:-1]))
-    return torch.cat([torch.zeros(1, logits.shape[1]), logits.softmax(-1)])
+    logits = head.net.to_target(head.net.teacher_forced(whole[1:], features[:-1]))
+    return logits.softmax(-1)[-len(tokens) - 1 : -1]
 
 
 def record(llm: LLM, kind: str, temperature: float, count: int, drafted: Distributions) -> dict[str, Any]:
-    """Returns one stream of a kind of text; ``drafted`` returns the drafter's distributions after each token."""
+    """Returns one stream of a kind of text. drafted: the drafter's distributions."""
     params = SamplingParams(max_tokens=count, temperature=temperature, seed=7, ignore_eos=True)
     text, following = texts(llm, kind)
     prompt = text if isinstance(text, list) else llm.tokenizer.encode(text)
@@ -76,8 +74,7 @@ def record(llm: LLM, kind: str, temperature: float, count: int, drafted: Distrib
     else:
         tokens = llm.tokenizer.encode(following)[:count]
     stream: dict[str, Any] = {"kind": kind, "temperature": temperature, "prompt": prompt, "tokens": tokens}
-    whole, first = [*prompt, *tokens], len(prompt) - 1
-    p, q = scored(llm.target, whole)[first:-1], drafted(whole)[first:-1]
+    p, q = scored(llm.target, prompt, tokens), drafted(prompt, tokens)
     best = q.max(-1)
     stream["claims"] = [round(float(claim), 2) for claim in best.values]
     stream["right"] = [int(a == b) for a, b in zip(best.indices.tolist(), tokens, strict=True)]

@@ -149,14 +149,14 @@ def prompts_of(cell: GridCell, encode: Callable[[str], list[int]], count: int) -
         texts = [edit.prompt + edit.edited[: len(edit.edited) // 4] for edit in EDITS]
     elif cell.prompts == "repetition":
         texts = [
-            "".join(f"    assert parse('{w}: {i}') == ('{w}', {i})\n" for i, w in enumerate(words)) for words in _WORDS
+            "".join(f"    assert parse('{w}: {i}') == ('{w}', {i})\n" for i, w in enumerate(words)) for words in WORDS
         ]
     else:
         texts = list(FUNCTIONS)
     return [encode(texts[at % len(texts)]) for at in range(number)]
 
 
-_WORDS = (
+WORDS = (
     ("north", "east", "south", "west"),
     ("red", "green", "blue", "black"),
     ("apple", "pear", "plum", "fig"),
