@@ -30,6 +30,7 @@ from typing import Annotated, Any
 import typer
 
 from foretoken import zoo
+from foretoken.audit.equality import first_difference
 from foretoken.bench.output import cores, listing, progress, report
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.registry import OURS
@@ -130,11 +131,6 @@ def heads(
     raise typer.Exit(any(abs(row["ratio"] - 1) > 0.05 for row in rows))
 
 
-def agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the number of leading tokens that are equal."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
-
-
 @app.command()
 def folders(
     scheme: Annotated[list[str], typer.Option(help="May be repeated.")] = ["int8", "int4-g32", "int4-g64", "int4-g128"],
@@ -158,7 +154,8 @@ def folders(
             except PeerError as error:
                 rows.append({"scheme": name, "error": str(error).strip().splitlines()[-1]})
                 continue
-        lengths = [agreed(a.tokens[0], b.tokens[0]) for a, b in zip(ours, theirs, strict=True)]
+        pairs = [(a.tokens[0], b.tokens[0]) for a, b in zip(ours, theirs, strict=True)]
+        lengths = [max_tokens if (at := first_difference(*pair)) is None else at for pair in pairs]
         row = {"scheme": name, "texts": len(prompts), "equal": lengths.count(max_tokens), "agreed": fmean(lengths)}
         rows.append(row)
     report([listing(FOLDERS, rows)], {"target": source.name, "max_tokens": max_tokens}, output, rows=rows)

@@ -44,7 +44,7 @@ def entrant(system: str, method: str = "plain", depth: int = 0) -> Entrant:
     return Entrant(system, method, depth, Setup(system, method, "target"))
 
 
-TASK = RaceTask([[[1, 2]], [[3]]], 20, 0.0)
+TASK = RaceTask([[[1, 2]], [[3]]], [20, 20], 0.0)
 
 
 def test_every_repeat_begins_with_another():
@@ -84,7 +84,7 @@ def test_medians_spreads_and_texts_that_differ():
     texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
     repeats = [[answer(texts, s)] for s in (1.0, 4.0, 2.0)]
     repeats[2] = [answer([[1, 2, 3, 4], [5, 6, 7, 9]], 2.0)]
-    task = RaceTask([[[0], [0]]], 4, 0.0)
+    task = RaceTask([[[0], [0]]], [4], 0.0)
     row = summarize(entrant("a", "draft_model", 3), "1", task, repeats, repeats[0])
     assert row.tokens_per_second == 4
     assert row.tokens_per_second_spread == (2, 8)

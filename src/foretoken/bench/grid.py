@@ -133,7 +133,9 @@ def run(
         depths = task.peer_depths
         entrants = own(setup, configs, depths) + peers(setup, methods, depths, candidates, say)
         groups = [prompts[at : at + cell.batch] for at in range(0, len(prompts), cell.batch)]
-        rows, _ = race(entrants, [RaceTask(groups, task.max_tokens, cell.temperature)], task.repeats, start, say)
+        rows, _ = race(
+            entrants, [RaceTask(groups, [task.max_tokens] * len(groups), cell.temperature)], task.repeats, start, say
+        )
         record.add(cell, rows)
         yield cell, rows
 

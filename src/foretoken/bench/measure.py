@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 from time import perf_counter, sleep
@@ -113,21 +113,27 @@ def timed(llm: LLM, prompt: str, params: SamplingParams, on_piece: OnPiece | Non
     """Completes ``prompt`` once. ``on_piece`` receives each piece and the seconds so far; its own time is excluded."""
     if params.n != 1:
         raise InvalidRequest(f"a timed run makes one completion; got n={params.n}")
-    pieces = iter(llm.stream(prompt, params))
     seconds = 0.0
     output: CompletionOutput | None = None
-    while True:
-        started = perf_counter()
-        piece = next(pieces, None)
-        seconds += perf_counter() - started
-        if piece is None:
-            break
+    for piece, took in _with_seconds(llm.stream(prompt, params)):
+        seconds += took
         output = piece.output or output
         if on_piece is not None:
             on_piece(piece, seconds)
     if output is None:
         raise RuntimeError("the stream ended without a finished completion")
     return TimedCompletion(output, seconds)
+
+
+def _with_seconds(pieces: Iterator[StreamPiece]) -> Iterator[tuple[StreamPiece, float]]:
+    """Yields each piece with the seconds until it came."""
+    while True:
+        started = perf_counter()
+        piece = next(pieces, None)
+        seconds = perf_counter() - started
+        if piece is None:
+            return
+        yield piece, seconds
 
 
 @dataclass(frozen=True)
@@ -165,15 +171,11 @@ def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> Step
     steps, tokens, seconds = 0, 0, dict.fromkeys((f.name for f in fields(StepTimes)[2:]), 0.0)
     with Stopwatch([(drafter, name) for name in names]) as watch:
         for prompt in prompts:
-            pieces = iter(llm.stream(prompt, params))
+            pieces = _with_seconds(llm.stream(prompt, params))
             next(pieces, None)
-            while True:
-                before, started = watch.seconds, perf_counter()
-                piece = next(pieces, None)
-                wall = perf_counter() - started
-                if piece is None:
-                    break
-                drafting, laps = watch.seconds - before, piece.step.timings
+            before = watch.seconds
+            for piece, wall in pieces:
+                drafting, before, laps = watch.seconds - before, watch.seconds, piece.step.timings
                 parts = {"target": laps.score, "draft": drafting, "propose": laps.propose - drafting}
                 parts |= {"verify": laps.verify, "commit": laps.commit, "total": wall}
                 seconds = {name: seconds[name] + value for name, value in parts.items()}

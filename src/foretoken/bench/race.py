@@ -93,13 +93,8 @@ class RaceTask:
     """The task of all entrants."""
 
     groups: list[list[list[int]]]  # prompts that run in one batch, each as token ids
-    max_tokens: int | list[int]  # tokens of each prompt, one number for all groups or one for each
+    limits: list[int]  # tokens of each prompt, by group
     temperature: float
-
-    @property
-    def limits(self) -> list[int]:
-        """Tokens of each prompt, by group."""
-        return [self.max_tokens] * len(self.groups) if isinstance(self.max_tokens, int) else self.max_tokens
 
 
 @dataclass(frozen=True)
