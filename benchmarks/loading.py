@@ -17,8 +17,8 @@ afterwards, and the highest by the end of the text. "Engine" builds models, toke
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -105,17 +105,13 @@ def main(
     path = model_path(model)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    starts = []
+    arguments, starts = [str(path), draft_model, str(size * touch), str(tokens)], list[Start]()
     for emptied in [False, *([True] if cold and os.access(DROP, os.W_OK) else [])]:
         runs: dict[str, list[Start]] = {"packed": [], "mapped": []}
         for _ in range(repeats):
-            with OwnCache() as environment:
+            with own_cache() as environment:
                 for name, found in runs.items():
-                    found.append(
-                        start(
-                            name, [str(path), draft_model, str(size * touch), str(tokens)], files, emptied, environment
-                        )
-                    )
+                    found.append(start(name, arguments, files, emptied, environment))
         starts += [_medians(found, size) for found in runs.values()]
     said = [
         f"{each['name']}: a text of {tokens} tokens, {each['text_beyond']:+.0f} MiB over the file" for each in starts
@@ -134,14 +130,13 @@ def start(name: str, arguments: list[str], files: list[Path], cold: bool, enviro
     return {"name": f"{'cold' if cold else 'warm'}, {name}", "read": read, **result}
 
 
-class OwnCache(tempfile.TemporaryDirectory[str]):
-    """A cache folder beside the usual one, which shares its compiled kernels. Enters as the environment."""
-
-    def __enter__(self) -> dict[str, str]:  # type: ignore[override]
-        folder = Path(super().__enter__())
+@contextmanager
+def own_cache() -> Iterator[dict[str, str]]:
+    """Yields an environment with another cache folder, which shares the usual one's compiled kernels."""
+    with tempfile.TemporaryDirectory() as folder:
         (cache_folder() / "native").mkdir(parents=True, exist_ok=True)
-        (folder / "native").symlink_to(cache_folder() / "native", target_is_directory=True)
-        return {**os.environ, "FORETOKEN_CACHE": str(folder)}
+        Path(folder, "native").symlink_to(cache_folder() / "native", target_is_directory=True)
+        yield {**os.environ, "FORETOKEN_CACHE": folder}
 
 
 def _read(files: list[Path]) -> float:
