@@ -198,23 +198,17 @@ def chosen_against_best(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[dict
     """Returns the measured speedups of the plan's choice and of the best configuration, by temperature and batch."""
     result = []
     for choice in plan.choices:
-        same_place = [r for r in rows if (r["temperature"], r["batch"]) == (choice.temperature, choice.batch)]
-        best = max((r["measured"] for r in same_place), default=1.0)
-        taken = 1.0
-        if choice.row is not None:
-            key = (choice.row.name, choice.row.num_speculative_tokens)
-            taken = next(r["measured"] for r in same_place if (r["name"], r["num_speculative_tokens"]) == key)
-        result.append(
-            {
-                "temperature": choice.temperature,
-                "batch": choice.batch,
-                "choice": choice.row.name if choice.row else "plain",
-                "tokens": choice.row and choice.row.config,
-                "measured": taken,
-                "best": max(best, 1.0),
-                "share": taken / max(best, 1.0),
-            }
-        )
+        place, row = (choice.temperature, choice.batch), choice.row
+        measured = {
+            (r["name"], r["num_speculative_tokens"]): r["measured"]
+            for r in rows
+            if (r["temperature"], r["batch"]) == place
+        }
+        best = max([1.0, *measured.values()])
+        taken = 1.0 if row is None else measured[row.name, row.num_speculative_tokens]
+        record: dict[str, Any] = {"temperature": place[0], "batch": place[1], "choice": row.name if row else "plain"}
+        record |= {"tokens": row and row.config, "measured": taken, "best": best, "share": taken / best}
+        result.append(record)
     return result
 
 
