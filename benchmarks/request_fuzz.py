@@ -40,6 +40,7 @@ from foretoken.train.target import new_model, save
 from options import MODEL_HELP, Config, Output, label, model_path, with_models
 
 CONTEXT = 256  # max_model_len of every engine
+SHAPE = LlamaShape(64, 96, 3, 4, 2, 16, 512)  # of the tiny pair
 BATCH = 24  # requests that are compared together
 TINY: list[Config] = [
     {"method": "draft_model", "model": "draft"},
@@ -112,7 +113,7 @@ class Outcome:
 class Pair:
     """A folder with a tiny random target and its draft: the target with noise, so that the two often agree."""
 
-    def __init__(self, folder: Path, shape: LlamaShape) -> None:
+    def __init__(self, folder: Path, shape: LlamaShape = SHAPE) -> None:
         tokenizer = train_tokenizer(Corpus("fuzz", TEXT * 3, TEXT), vocab_size=400)
         self.target, self.draft = folder / "target", folder / "draft"
         for path, noise in ((self.target, 0.0), (self.draft, 0.4)):
@@ -338,7 +339,7 @@ def main(
     counts = dict.fromkeys(("pairs", "aborted", "failed", "drafted", "accepted", "preemptions", "prefix_hits"), 0)
     began, digests = time.monotonic(), dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder), LlamaShape(64, 96, 3, 4, 2, 16, 512))
+        pair = Pair(Path(folder))
         kinds = dtype or (["auto"] if model else ["float32", "int8"])
         for kind in kinds:
             paths = map(model_path, model)
