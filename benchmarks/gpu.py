@@ -82,10 +82,10 @@ COLUMNS = {
 
 
 class Repeated:
-    """Computes again where a device replays a graph."""
+    """Runs the function again at every replay and, as a graph does, writes over the tensors of the first time."""
 
     def __init__(self, device: torch.device) -> None:
-        pass
+        """Takes what ``CudaCapture`` takes."""
 
     def capture(self, function: Callable[[], States]) -> Callable[[], States]:
         static = {key: state.clone() for key, state in function().items()}

@@ -44,11 +44,12 @@ from foretoken.propose.recycling import Recycling
 from foretoken.propose.suffix import Lookup
 from foretoken.propose.union import Auto, UnionMember
 from foretoken.verify import Rule, choose
+from gpu import Repeated
 
 from .counted import CPU, CountedDevice, Counts
 from .heads.test_drafts_at_once import GATED, HEADS
 from .sampled_rows import LAWS
-from .test_graphs import META, NothingListed, NothingMixed, Repeated
+from .test_graphs import META, NothingListed, NothingMixed
 from .tiny import ARCHITECTURES, VOCAB
 
 pytestmark = [

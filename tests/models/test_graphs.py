@@ -29,6 +29,7 @@ from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_runner import TorchRunner
 from foretoken.models.runners.triton_kernels.rows import UNIT, LayerPages, PassRows
 from foretoken.models.state.pages import PAGE
+from gpu import Repeated
 
 from .dense import saved
 from .test_conformance import text, tree
@@ -63,23 +64,6 @@ class NothingListed(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         assert func not in (torch.tensor, torch.as_tensor) or not result.is_meta, "a list is copied to the device"
         return result
-
-
-class Repeated:
-    """Runs the function again at every replay and, as a graph does, writes over the tensors of the first time."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Takes what ``CudaCapture`` takes."""
-
-    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
-        static = {number: state.clone() for number, state in function().items()}
-
-        def replay() -> States:
-            for number, state in function().items():
-                static[number].copy_(state)
-            return static
-
-        return replay
 
 
 class Recorder:

@@ -400,7 +400,7 @@ class Model(ABC):
         Args:
             handles: sequences of this model; their earlier drafts are dropped.
             requests: their chains. The ends have the same bounds.
-            vocab: size of the target's vocabulary, of whose tokens the model drafts those that it has, too.
+            vocab: size of the target's vocabulary. Tokens that either model lacks are not drafted.
 
         Raises:
             InvalidRequest: a chain may reach beyond ``max_length``.

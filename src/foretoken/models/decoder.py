@@ -39,7 +39,7 @@ class RunnerModel(Model):
     """A model whose passes a runner computes."""
 
     runner: Runner
-    _vocabulary: DraftVocabulary | None = None  # of the last target that it drafted for
+    _vocabulary: DraftVocabulary | None = None  # that of the last call of ``chains``
 
     def open(
         self,
