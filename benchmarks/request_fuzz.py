@@ -306,6 +306,7 @@ class Arena:
         alone = [run(self.plain, [replace(case, arrives=0, abort_after=None)])[0] for case in cases]
         self.outputs.update(repr(alone).encode())
         for name in rng.sample(sorted(self.drafted), min(engines, len(self.drafted))):
+            self.drafted[name].engine.ahead = rng.random() < 0.5
             together = run(self.drafted[name], cases)
             for case, plain, other in zip(cases, alone, together, strict=True):
                 counts["aborted"] += any(o.aborted for o in other)

@@ -25,6 +25,7 @@ from foretoken.core.step import StepOutput
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.loop import Engine
 from foretoken.engine.processors import STATEFUL, ProcessorLaw
+from foretoken.engine.stopping import Stopping
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import METHOD, DraftModel
 from foretoken.propose.suffix import Lookup, LookupConfig
@@ -91,7 +92,7 @@ def custom_generate(
 
 
 @dataclass(eq=False)
-class GenerationRow:
+class GenerationRow(Stopping):
     """One row of ``generate``: its stopping criteria, its ids with padding, and its recorded scores."""
 
     law: ProcessorLaw
@@ -100,15 +101,15 @@ class GenerationRow:
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     done: bool = False
+    tokens_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        limit = self.criteria.max_length
+        self.tokens_left = UNBOUNDED if limit is None else limit - len(self.ids)
 
     @property
     def generated(self) -> list[int]:
         return self.ids[len(self.law.prompt) :]
-
-    @property
-    def tokens_left(self) -> int:
-        limit = self.criteria.max_length
-        return UNBOUNDED if limit is None else limit - len(self.ids)
 
     def push(self, token: int) -> str | None:
         """See ``Stopping``. The criteria are tested after every token, so a block ends where plain decoding would."""
@@ -117,13 +118,10 @@ class GenerationRow:
             self.logits.append(raw)
             self.scores.append(processed)
         self.ids.append(token)
+        self.tokens_left -= 1
         scores = tuple(s.unsqueeze(0) for s in self.scores) if self.law.record else None
         if bool(self.criteria(torch.tensor([self.ids], device=self.law.device), scores).all()):
             return "length" if self.tokens_left <= 0 else "stop"
-        return None
-
-    def alarmed(self, kind: str) -> str | None:
-        """See ``Stopping``."""
         return None
 
 

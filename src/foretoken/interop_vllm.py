@@ -196,8 +196,7 @@ class VllmProposer:
         for request in gone:
             request.absent += 1
             if request.absent > self._max_absent:
-                end = StepOutput(request.context.id, 0, Draft.empty(), Verdict((), 0), (), _NO_TIME, "stop")
-                self.inner.observe([request.context], [Observation(end, Scores(torch.empty(0, self.vocab_size)))])
+                request.context.finish_reason = "stop"
                 self.inner.forget(request.context)
                 self._live.remove(request)
 

@@ -164,6 +164,7 @@ class LLM:
             max_sequences=max_num_seqs,
             prompt_rows=rows,
             capacity=capacity,
+            ahead=self.target.runs_ahead,
         )
         self.requests = self._request_builder(path, seed, isolate_failures)
 

@@ -45,12 +45,12 @@ class FailingLaw(SamplingLaw):
 
 
 class FailingText(Length):
-    """Fails at the third token, where stop strings are looked for and text is decoded."""
+    """Fails in a step with the third token or a later one, where text is decoded and stop strings are looked for."""
 
-    def push(self, token: int) -> str | None:
+    def read(self, token: int) -> str | None:
         if self.tokens_left < 8:
             raise Failure("text")
-        return super().push(token)
+        return super().read(token)
 
 
 def failing(function: Callable[..., Any], where: Callable[..., bool]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def failing(function: Callable[..., Any], where: Callable[..., bool]) -> Callabl
     return fail
 
 
-def texts(fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[int]], Engine]:
+def texts(fault: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[int]], Engine]:
     """Three requests, the second with a fault. Returns tokens of the finished ones."""
 
     def of_victim(context: Context, *args: Any) -> bool:
@@ -73,7 +73,8 @@ def texts(fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[i
             raise Failure("verdict")
         return choose(draft.law, Exactness.TRAJECTORY)(draft, probs, stream)
 
-    engine = Engine(TARGET, FallbackProposer(DraftModel(TARGET.perturbed(0.3))), Fixed(3), rule=lambda *_: in_verdict)
+    proposer = FallbackProposer(DraftModel(TARGET.perturbed(0.3)))
+    engine = Engine(TARGET, proposer, Fixed(3), rule=lambda *_: in_verdict, ahead=ahead)
     for i in range(3):
         prompt = [(7 * j + i) % 6 for j in range(LENGTH + i)]
         law = FailingLaw() if (i, fault) == (VICTIM, "law") else SamplingLaw()
@@ -100,11 +101,12 @@ def texts(fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[i
 
 
 @pytest.mark.parametrize("fault", ["law", "verdict", "text", "explain", "logprobs", "prompt_logprobs"])
-def test_a_failure_ends_its_own_request_alone(fault, monkeypatch):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_failure_ends_its_own_request_alone(fault, ahead, monkeypatch):
     with monkeypatch.context() as patch:
-        expected, _ = texts("none", patch)
+        expected, _ = texts("none", ahead, patch)
     with monkeypatch.context() as patch:
-        result, engine = texts(fault, patch)
+        result, engine = texts(fault, ahead, patch)
     assert len(expected) == 3
     assert result == {i: tokens for i, tokens in expected.items() if i != VICTIM}
     failed = engine.finished[VICTIM]

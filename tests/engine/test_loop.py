@@ -13,6 +13,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.costs.model import CostModel
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Stopping
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
@@ -22,7 +23,7 @@ TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=2.0)
 
 
 @dataclass
-class Length:
+class Length(Stopping):
     """Stops at a length or at an end token."""
 
     tokens_left: int
@@ -33,9 +34,6 @@ class Length:
         self.seen.append(token)
         self.tokens_left -= 1
         return "stop" if token == self.end else "length" if self.tokens_left == 0 else None
-
-    def alarmed(self, kind: str) -> str | None:
-        return None
 
 
 def context(

@@ -108,9 +108,14 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_all = step_rows.StepRows.choose
 
     def counted(self: step_rows.StepRows, *args: Any) -> Any:
-        rows = choose_all(self, *args)
-        CHOSEN.append(sum(row is not None for row in rows))
-        return rows
+        tokens = choose_all(self, *args)
+
+        def wait() -> Any:
+            rows = tokens()
+            CHOSEN.append(sum(row is not None for row in rows))
+            return rows
+
+        return wait
 
     CHOSEN.clear()
     monkeypatch.setattr(step_rows.StepRows, "choose", counted)

@@ -16,7 +16,9 @@ def run(stopping: TextStopping, ids: list[int]) -> tuple[int, list[str]]:
     """Tokens consumed until the end, and the pieces given out on the way."""
     given_out = []
     for count, token in enumerate(ids, start=1):
-        reason = stopping.push(token)
+        ended = stopping.push(token)
+        reason = stopping.read(token)
+        assert reason is not None or ended is None
         given_out.append(stopping.take())
         if reason is not None:
             return count, given_out
@@ -101,10 +103,11 @@ def test_streamed_and_final_text_are_equal_however_tokens_come(tokenizer: Any, d
     stopping = make(tokenizer, stops=stops, **options)
     given_out, at, blocks_left = "", 0, itertools.cycle(blocks)
     while stopping.finish_reason is None:
-        for token in ids[at : at + next(blocks_left)]:
-            at += 1
-            if stopping.push(token) is not None:
-                break
+        block = ids[at : at + next(blocks_left)]
+        ends = (count for count, token in enumerate(block, 1) if stopping.push(token) is not None)
+        block = block[: next(ends, len(block))]
+        at += len(block)
+        next((token for token in block if stopping.read(token) is not None), None)
         given_out += stopping.take()
         assert stopping.text.startswith(given_out)
     assert given_out == stopping.text
@@ -208,8 +211,8 @@ def test_an_unfinished_character_comes_out_at_the_end(tokenizer: Any) -> None:
 
 def test_alarms_end_the_text_as_the_request_says(tokenizer: Any) -> None:
     stopping = make(tokenizer, acceptance_stop=("repetition",), min_tokens=2)
-    stopping.push(5)
+    stopping.read(5)
     assert stopping.alarmed("repetition") is None  # min_tokens
-    stopping.push(6)
+    stopping.read(6)
     assert stopping.alarmed("none_accepted") is None
     assert stopping.alarmed("repetition") == stopping.finish_reason == "repetition"

@@ -84,3 +84,27 @@ def test_law_of_the_engine(law, proposer, vocab, depth, length, end):
         return generate(engine, LAWS[law], Length(length, () if end is None else (end,)), streams)
 
     assert total_variation(outcomes(run), reference(target, LAWS[law], length, end)) < LIMIT
+
+
+class TextEnd(Length):
+    """Ends at the tokens ``ends`` once their text is read."""
+
+    def push(self, token: int) -> str | None:
+        self.tokens_left -= 1
+        return "length" if self.tokens_left == 0 else None
+
+    def read(self, token: int) -> str | None:
+        return "stop" if token in self.ends else None
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_law_of_an_engine_that_reads_texts_while_the_next_step_runs(law, proposer):
+    target = ToyModel(3, order=1, seed=5, sharpness=1.0)
+
+    def run(streams: Branching) -> Text:
+        speculation, rejection = PROPOSERS[proposer](target)
+        engine = Engine(target, speculation, Fixed(2), rule=partial(choose, rejection=rejection), ahead=True)
+        return generate(engine, LAWS[law], TextEnd(3, (2,)), streams)
+
+    assert total_variation(outcomes(run), reference(target, LAWS[law], 3, 2)) < LIMIT

@@ -249,13 +249,19 @@ class CountedDevice:
         patch.setattr(layout, "attention_kernels", lambda: InTorch)
         patch.setattr(choice, "sampling_kernels", lambda: HostSampling)
         patch.setattr(InTorch, "move", staticmethod(self._counted(InTorch.move, "launches")))
-        for module in (runner, choice, device_logits, device_drafts):
+        for module in (device_logits, device_drafts):
             patch.setattr(module, "fetched", self._counted(devices.fetched, "reads"))
+        for module in (runner, choice):
+            patch.setattr(module, "fetching", self._fetching)
         patch.setattr(devices, "on_host", self._counted(devices.on_host, "reads"))
         patch.setattr(devices, "wait_for", self._counted(devices.wait_for, "waits"))
 
     def _counted(self, function: Callable[..., Any], counter: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self.counts.apart(function, counter)(*args, **kwargs)
+
+    def _fetching(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """See ``devices.fetching``. A copy counts when the host waits for it."""
+        return self._counted(self.counts.apart(devices.fetching)(tensor), "reads")
 
     def capture(self, function: Callable[[], States]) -> Callable[[], States]:
         """See ``graphs.Capture``: as a graph does, a replay writes over the tensors of the first time."""

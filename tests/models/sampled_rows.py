@@ -104,7 +104,8 @@ class Steps:
             asked = [
                 request.update(draft, score) for request, draft, score in zip(requests, drafts, scores, strict=True)
             ]
-            choose([row for row in asked if row is not None], self._vocabulary)
+            if wait := choose([row for row in asked if row is not None], self._vocabulary):
+                wait()
             assert None not in asked
             results.append([request.result() for request in requests])
         accepted = 0
@@ -248,7 +249,7 @@ def compare_drafts(
         asked = [
             request.update(draft, Scores(rows)) for request, draft, rows in zip(requests, drafts, placed, strict=True)
         ]
-        chooser.choose_tokens([row for row in asked if row is not None], vocabulary)
+        chooser.choose_tokens([row for row in asked if row is not None], vocabulary)()
         for request, draft, verdict in zip(requests, drafts, expected, strict=True):
             result = request.result()
             if verdict[1] < 0:

@@ -28,7 +28,7 @@ from foretoken.engine.clock import StepClock
 from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import OutputOptions
 from foretoken.engine.sequence import Sequence as Running
-from foretoken.engine.stopping import Length
+from foretoken.engine.stopping import Length, Stopping
 from foretoken.models.base import Scores, no_logits
 from foretoken.models.decoder import Decoder
 from foretoken.models.device_logits import DeviceRows, DeviceTaps, TappedMemory
@@ -128,11 +128,19 @@ def device() -> Iterator[CountedDevice]:
         yield CountedDevice(patch)
 
 
-def add(engine: Engine, number: int, text: str, length: int = 24, logprobs: int | None = None, prompt: int = 9) -> None:
+def add(
+    engine: Engine,
+    number: int,
+    text: str,
+    length: int = 24,
+    logprobs: int | None = None,
+    prompt: int = 9,
+    stopping: Stopping | None = None,
+) -> None:
     law, exactness = TEXTS[text]
     tokens = [(number + 3 * i) % 17 + 20 for i in range(prompt)]
     context = Context(number, tokens, prompt, law, Streams(5 + number), exactness)
-    engine.add(context, Length(length), OutputOptions(logprobs))
+    engine.add(context, stopping or Length(length), OutputOptions(logprobs))
 
 
 def counted(device: CountedDevice, engine: Engine) -> list[Counts]:
@@ -265,6 +273,52 @@ def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
         assert all(s.launches <= 3 + s.captures and s.reads == 1 and not s.waits for s in steps), (batch, steps)
         least = 1 if drafter in STOPPED else batch
         assert sum(engine.take(number).counts.drafted for number in range(batch)) >= least
+
+
+class Reading(Length):
+    """Reads texts, which end at some tokens, and notes the device's counts then."""
+
+    def __init__(self, length: int, device: CountedDevice, ends: Sequence[int] = ()) -> None:
+        super().__init__(length)
+        self._device, self._ends, self.seen = device, ends, list[tuple[int, int]]()
+
+    def read(self, token: int) -> str | None:
+        self.seen.append((self._device.counts.reads, self._device.counts.launches))
+        return "stop" if token in self._ends else None
+
+
+AHEAD = [*MODELS[:4], "DSpark: chain", "draft model: sampled", "EAGLE-3: greedy_multi"]
+
+
+@pytest.mark.parametrize(
+    "drafter, text",
+    [
+        *product(AHEAD[:5], ("greedy", "filtered", "unscaled", "penalties")),
+        *product(AHEAD[5:], ("filtered", "unscaled")),
+    ],
+)
+def test_texts_are_read_while_the_device_computes_the_next_step(
+    drafter: str, text: str, path: Path, device: CountedDevice, tmp_path: Path
+) -> None:
+    """A step is read, the next one is launched, and then texts are read, of which one ends in the middle."""
+    model, proposer = device.model(path), proposer_of(drafter, device, path, tmp_path)
+    assert model.runs_ahead
+    texts: list[list[list[int]]] = []
+    for ahead in (False, True):
+        engine = Engine(model, proposer, Fixed(3), ahead=ahead)
+        ends = texts[0][1][12:14] if texts else ()
+        stoppings = [Reading(9, device, ends * (number == 1)) for number in range(3)]
+        for number, stopping in enumerate(stoppings):
+            add(engine, number, text, logprobs=2, stopping=stopping)
+        steps = counted(device, engine)
+        assert all(s.launches <= 3 + s.captures and s.reads <= 1 and not s.waits for s in steps), steps
+        assert [s.reads for s in steps] == ([0] if ahead else []) + [1] * (len(steps) - ahead)
+        for stopping in stoppings:  # the last step of a text has up to four tokens
+            assert all(reads and launches for reads, launches in stopping.seen[:-4])
+        texts.append([engine.take(number).context.tokens for number in range(3)])
+    whole, ended = texts
+    cut = next(at for at, token in enumerate(whole[1][9:], 10) if token in whole[1][12:14])
+    assert ended == [whole[0], whole[1][:cut], whole[2]]
 
 
 CHANGED_DRAFTS = [*CHANGED, "sampled, penalties", "sampled, few tokens", "sampled, phrases"]

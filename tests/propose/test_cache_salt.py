@@ -78,6 +78,7 @@ def emit(proposer: Proposer, context: Context, text: Sequence[int]) -> list[Draf
         reason = "length" if place == len(text) - 1 else None
         step = StepOutput(context.id, position, draft, Verdict((), token), (token,), Timings(0, 0.01, 0, 0, 1), reason)
         proposer.observe([context], [Observation(step, Scores(logits))])
+    context.finish_reason = "length"
     proposer.forget(context)
     return drafts
 

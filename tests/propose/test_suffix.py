@@ -43,6 +43,7 @@ def finish(proposer: Suffix, c: Context, reason: str | None, draft: Draft | None
         c.id, c.generated, draft or Draft.empty(), Verdict((), c.tokens[-1]), (c.tokens[-1],), timings, reason
     )
     proposer.observe([c], [Observation(step, Scores(torch.zeros(1, 4)))])
+    c.finish_reason = reason
     proposer.forget(c)
     proposer.store.settle()
 

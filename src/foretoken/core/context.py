@@ -58,6 +58,7 @@ class Context:
             requests of the same salt. None is a scope like any other.
         adapter: Key of the LoRA adapter with which the target computes the sequence. None is none.
         num_proposer_tokens: Number of leading tokens that the proposer has processed. Kept by the engine.
+        finish_reason: As in ``StepOutput``, once the sequence has ended. Kept by the engine.
         end: Where drafts end early that estimate their acceptance; None for nowhere. Kept by the draft policy.
     """
 
@@ -75,6 +76,7 @@ class Context:
     adapter: str | None = None
     num_proposer_tokens: int = 0
     end: ChainEnd | None = None
+    finish_reason: str | None = None
     _counts: TokenCounts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

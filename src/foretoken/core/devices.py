@@ -5,7 +5,7 @@ Memory is that of the machine, its control groups, its address space, and a GPU.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,17 +28,29 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 def on_host(tensor: Tensor) -> Tensor:
     """Returns a tensor in the host's memory: itself, or a copy once the device has computed it."""
-    if tensor.device.type != "cuda":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # torch reuses such memory
-    host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return host
+    return fetching(tensor)() if tensor.device.type == "cuda" else tensor
 
 
 def fetched(tensor: Tensor) -> Tensor:
     """Returns a copy in the host's memory, which later work of the device does not overwrite."""
-    return tensor.clone() if tensor.is_cpu else on_host(tensor)
+    return fetching(tensor)()
+
+
+def fetching(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begins to copy a tensor as ``fetched`` does. Returns a function that waits for the copy and returns it."""
+    if tensor.device.type != "cuda":
+        copy = tensor.clone()
+        return lambda: copy
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # torch reuses such memory
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return wait
 
 
 class TimeMark:

@@ -1,13 +1,13 @@
 """The clock of decode steps."""
 
-from itertools import pairwise
-
 import torch
 
 from foretoken.core.devices import TimeMark
 from foretoken.core.step import Timings
 
-PARTS = 4
+# Marks of a step: its begin, the ends of drafting, pass and choice of tokens, then the begin and the ends of the parts
+# for which the tokens are there: verification and commit. The time between is the host's own.
+MARKS = 7
 
 
 class StepClock:
@@ -19,7 +19,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._marks = [TimeMark(device) for _ in range(PARTS + 1)]
+        self._marks = [TimeMark(device) for _ in range(MARKS)]
         self._next = self.missed_tokens = 0
 
     def start(self) -> None:
@@ -35,5 +35,7 @@ class StepClock:
     def timings(self, batch: int, prompt_rows: int) -> Timings:
         """Ends the last part. Returns the times of all; the arguments are those of ``Timings``."""
         self.lap()
-        propose, score, verify, commit = (later.since(earlier) for earlier, later in pairwise(self._marks))
-        return Timings(propose, score, verify, commit, batch, prompt_rows, self.missed_tokens)
+        begin, drafted, scored, chosen, there, verified, committed = self._marks
+        verify = chosen.since(scored) + verified.since(there)
+        parts = drafted.since(begin), scored.since(drafted), verify, committed.since(verified)
+        return Timings(*parts, batch, prompt_rows, self.missed_tokens)

@@ -279,7 +279,7 @@ class Assembler:
         ended = step.finish_reason is not None
         if ended:
             del self._owners[step.sequence]
-        sequence = self._engine.take(step.sequence) if ended else self._engine.running[step.sequence]
+        sequence = self._engine.take(step.sequence) if ended else self._engine.unfinished(step.sequence)
         if sequence.error is not None:
             raise sequence.error
         recorded = sequence.recorded[step.position : step.position + len(step.tokens)]

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -78,6 +78,8 @@ class Sequence:
     explained: list[Explained] = field(default_factory=list)  # probabilities of each step
     argmax_only: bool = False  # see ``Handle``
     ranks: int = 0  # see ``Handle``
+    # emitted tokens whose text ``read_text`` has to read; None if ``emit`` reads it
+    unread: list[int] | None = None
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -134,14 +136,39 @@ class Sequence:
                 known = computed and TokenLogprobs.of(computed.rows[count - 1])
                 self.recorded.append(known or token_logprobs(scores.logits[row], token, self.options.logprobs))
             self.finish_reason = self.stopping.push(token)
+            if self.unread is None:
+                self.finish_reason = self.stopping.read(token) or self.finish_reason
             if self.finish_reason is None and len(self.context.tokens) + count >= max_length:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 return tuple(tokens[:count])
         self.alarm = self.run.add(draft, verdict, self.context.tokens)
-        if self.alarm is not None:
+        if self.alarm is not None and self.unread is None:
             self.finish_reason = self.stopping.alarmed(self.alarm)
         return tuple(tokens)
+
+    def read_text(self, step: StepOutput) -> StepOutput:
+        """Reads the text of tokens that ``emit`` left unread, of which any may end the sequence.
+
+        Returns the output without tokens behind the end. An error in the text ends the sequence with none of them.
+        """
+        tokens, self.unread = self.unread or [], []
+        count, reason, alarm = 0, None, None
+        try:
+            while reason is None and count < len(tokens):
+                reason, count = self.stopping.read(tokens[count]), count + 1
+            if reason is None and step.finish_reason is None and step.alarm is not None:
+                reason, alarm = self.stopping.alarmed(step.alarm), step.alarm
+        except Exception as error:
+            self.fail(error)
+            count, reason = 0, self.finish_reason
+        if reason is None:
+            return step
+        self.finish_reason = reason
+        del self.context.tokens[len(self.context.tokens) - len(tokens) + count :]
+        del self.recorded[self.context.generated :]
+        left = max(0, self.context.generated - step.position)
+        return replace(step, tokens=step.tokens[:left], finish_reason=reason, alarm=alarm)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ in a step is mostly not in the processor's caches.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_void_p
 
 import numpy as np
@@ -172,21 +172,27 @@ class StepRows:
 
     def choose(
         self, sequences: Sequence[Running], drafts: Sequence[Draft], scores: Sequence[Scores]
-    ) -> list[ComputedTokens | None]:
+    ) -> Callable[[], list[ComputedTokens | None]]:
         """Computes the tokens of all sequences whose draft has fixed candidates or none, and their log-probabilities.
 
-        Returns the tokens of each sequence; None if its verifier has to choose them.
+        Returns a function that waits for the tokens, and returns those of each sequence; None if its verifier has to
+        choose them.
         """
         requests, chosen = dict[TokenChooser, list[TokenRow]](), list[SequenceRow | None]()
         for sequence, draft, score in zip(sequences, drafts, scores, strict=True):
             held = None
-            if score.argmax is None and (row := self._request(sequence, draft, score)) is not None:
+            if score.has_logits and (row := self._request(sequence, draft, score)) is not None:
                 held = self._rows[sequence.context.id]
                 requests.setdefault(score.chooser or self._host(), []).append(row)
             chosen.append(held)
-        for chooser, rows in requests.items():
-            chooser.choose_tokens(rows, self._vocabulary, self._threads)
-        return [None if row is None else row.result() for row in chosen]
+        waits = [chooser.choose_tokens(rows, self._vocabulary, self._threads) for chooser, rows in requests.items()]
+
+        def tokens() -> list[ComputedTokens | None]:
+            for wait in filter(None, waits):
+                wait()
+            return [None if row is None else row.result() for row in chosen]
+
+        return tokens
 
     def _host(self) -> TokenChooser:
         """Returns the compiled kernels, without which there is no request."""

@@ -1,8 +1,11 @@
 """Ends of sequences: EOS, stop ids, stop strings, length. Tested after every token, also inside a block.
 
+Tokens end a sequence before the engine begins the next step. Their text may be read while a device computes that step.
+
 Detokenization is incremental: whole characters only are emitted, also where they span several tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -60,25 +63,33 @@ class Detokenizer:
         return text
 
 
-class Stopping(Protocol):
-    """Decides after each token whether the sequence ends."""
+class Stopping(ABC):
+    """Decides after each token whether the sequence ends.
 
-    @property
-    def tokens_left(self) -> int:
-        """Number of tokens that may still be emitted."""
-        ...
+    Attributes:
+        tokens_left: Number of tokens that may still be emitted.
+    """
 
+    tokens_left: int
+
+    @abstractmethod
     def push(self, token: int) -> str | None:
-        """Returns the finish reason if ``token`` ends the sequence, else None."""
-        ...
+        """Returns the finish reason if a token ends the sequence, whatever its text, else None."""
+
+    def read(self, token: int) -> str | None:
+        """Returns the finish reason if the text of a token ends the sequence, or ``push`` did, else None.
+
+        Called with each token after ``push``, perhaps after those of the same step.
+        """
+        return None
 
     def alarmed(self, kind: str) -> str | None:
         """Returns the finish reason if an improbable run of acceptance of this kind ends the sequence, else None."""
-        ...
+        return None
 
 
-@dataclass(slots=True)
-class Length:
+@dataclass
+class Length(Stopping):
     """Stopping by token ids and length, for callers that do not need the text."""
 
     tokens_left: int  # number of tokens that may be emitted; the reason is then "length"
@@ -95,11 +106,8 @@ class Length:
             return "stop"
         return "length" if self.tokens_left == 0 else None
 
-    def alarmed(self, kind: str) -> str | None:
-        return None
 
-
-class TextStopping:
+class TextStopping(Stopping):
     """Stopping by token ids, stop strings and length. It also holds the text.
 
     ``stop_reason`` is the stop string or stop id that matched, None for EOS and length, as in vLLM.
@@ -118,23 +126,25 @@ class TextStopping:
         acceptance_stop: Collection[str] = (),
     ) -> None:
         self._detokenizer = detokenizer
-        self._max, self._min = max_tokens, min_tokens
-        self._eos, self._stop_ids = frozenset(eos_ids), frozenset(stop_ids)
+        self.tokens_left, self._max, self._min = max_tokens, max_tokens, min_tokens
+        self._eos, self._ends = frozenset(eos_ids), frozenset((*eos_ids, *stop_ids))
         self._stops, self._include = tuple(stops), include_stop
         self._acceptance_stop = acceptance_stop
         self._longest = max(map(len, self._stops), default=0)
-        self._count, self._taken = 0, 0
+        self._count, self._taken = 0, 0  # tokens whose text was read, characters that were taken
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
-    @property
-    def tokens_left(self) -> int:
-        return self._max - self._count
-
     def push(self, token: int) -> str | None:
+        self.tokens_left -= 1
+        if token in self._ends:
+            return "stop"
+        return "length" if self.tokens_left <= 0 else None
+
+    def read(self, token: int) -> str | None:
         self._count += 1
-        known, ends = len(self.text), token in self._eos or token in self._stop_ids
+        known, ends = len(self.text), token in self._ends
         if not ends:
             self.text += self._detokenizer.push(token)
         if ends or self._count >= self._max:

@@ -169,6 +169,7 @@ class Scores:
             are logits.
         ranked: [rows, k], the likeliest tokens of each row, the likeliest first; None if the model does not rank
             tokens.
+        late: [rows, 1 + k], waits for ``argmax`` and ``ranked`` if a device still computes them; see ``read``.
     """
 
     rows: Tensor | LogitRows | DeviceRows
@@ -177,6 +178,20 @@ class Scores:
     slot: int = -1
     argmax: Sequence[int] | None = None
     ranked: NDArray[np.int64] | None = None
+    late: Callable[[], NDArray[np.int64]] | None = None
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether there are logits, not their argmax."""
+        return self.argmax is None and self.late is None
+
+    def read(self) -> Scores:
+        """Returns the scores once the device has computed ``argmax`` and ``ranked``."""
+        if self.late is None:
+            return self
+        tokens = self.late()
+        argmax, ranked = tokens[:, 0].tolist(), tokens[:, 1:] if tokens.shape[1] > 1 else None
+        return replace(self, argmax=argmax, ranked=ranked, late=None)
 
     @property
     def logits(self) -> Tensor:
@@ -254,6 +269,11 @@ class Model(ABC):
         for name in ("vocab_size", "max_length", "num_layers", "hidden_size", "device", "dtype", "source_length"):
             setattr(self, name, getattr(other, name))
         self.batch_invariant, self.chunk_invariant = other.batch_invariant, other.chunk_invariant
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether ``score`` returns while a device still computes."""
+        return False
 
     @property
     def takes_source(self) -> bool:

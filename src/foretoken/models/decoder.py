@@ -6,13 +6,15 @@ on proposer, draft length or batch.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.draft import Draft
@@ -70,6 +72,10 @@ class RunnerModel(Model):
         if handle.slot >= 0:
             self.runner.release(handle.slot)
             handle.slot = -1
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.runner.runs_ahead
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -141,9 +147,15 @@ class RunnerModel(Model):
         tapped = _by_sequence(result.taps, earlier, [part.count for part in plan.parts])
         slots, ends = [handle.slot for handle in handles], list(accumulate(plan.output_counts))
         outputs = [slice(end - count, end) for end, count in zip(ends, plan.output_counts, strict=True)]
+        none = no_logits(self.vocab_size)
+        if (late := result.late) is not None:
+            return [
+                Scores(none, taps, first, slot, late=partial(_part, late, rows))
+                for taps, first, slot, rows in zip(tapped, firsts, slots, outputs, strict=True)
+            ]
         ranked = [None] * len(outputs) if result.ranked is None else [result.ranked[rows] for rows in outputs]
         if result.argmax is not None:
-            none, argmax = no_logits(self.vocab_size), [result.argmax[rows] for rows in outputs]
+            argmax = [result.argmax[rows] for rows in outputs]
             return [Scores(none, *scores) for scores in zip(tapped, firsts, slots, argmax, ranked, strict=True)]
         assert result.rows is not None
         rows, no_argmax = result.rows.split(plan.output_counts), [None] * len(outputs)
@@ -300,6 +312,10 @@ class Decoder(RunnerModel):
         if self.takes_source:
             return super().read_adapter(folder)
         return self.runner.pack_adapter(read_adapter(folder, self.architecture))
+
+
+def _part(late: Callable[[], NDArray[np.int64]], rows: slice) -> NDArray[np.int64]:
+    return late()[rows]
 
 
 def _nodes_of(draft: Draft) -> tuple[Sequence[int], Sequence[int]]:

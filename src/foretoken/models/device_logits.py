@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -15,8 +15,11 @@ from foretoken.core.native.sampling import TokenRow
 class TokenChooser(Protocol):
     """Chooses the tokens of rows of logits where these are."""
 
-    def choose_tokens(self, rows: Sequence[TokenRow], vocabulary: int, threads: int = 0) -> None:
-        """Computes the results of requests, whose addresses of logits are the device's; see ``native.Kernels``."""
+    def choose_tokens(self, rows: Sequence[TokenRow], vocabulary: int, threads: int = 0) -> Callable[[], None] | None:
+        """Computes the results of requests, whose addresses of logits are the device's; see ``native.Kernels``.
+
+        Returns a function that waits for the results and writes them to the requests; None if they are there.
+        """
 
 
 class DeviceRows:

@@ -247,6 +247,7 @@ class DraftingWorker:
         draft = Draft.empty() if reply is None or commit.path is None else reply.draft
         context.tokens.extend(tokens)
         verdict = Verdict(tuple(commit.path or ()), tokens[-1] if tokens else -1)
+        context.finish_reason = commit.reason
         step = StepOutput(context.id, position, draft, verdict, tokens, _NO_TIMINGS, commit.reason)
         self.proposer.observe([context], [Observation(step, _NO_SCORES)])
 

@@ -17,7 +17,7 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.native import sampling as native
 from foretoken.core.native.sampling import CopySearch
-from foretoken.propose.base import BuildContext, Method, Observation
+from foretoken.propose.base import BuildContext, Method
 from foretoken.propose.matches import BREAK, LIMIT, PAD, GrowingText, Ids, Matches, SearchableText, TextProposer
 from foretoken.propose.suffix_array import SuffixArray
 from foretoken.propose.tree import CandidateTree, candidate_tree
@@ -280,11 +280,11 @@ class Suffix(TextProposer):
             top_k=config.top_k,
         )
 
-    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        for context, observation in zip(contexts, observations, strict=True):
-            if observation.step.finish_reason in ("stop", "length"):
-                start = max(0, context.prompt_length - self.config.suffix_decoding_max_tree_depth)
-                self.store.add(context.tokens[start:], context.cache_salt)
+    def forget(self, context: Context) -> None:
+        super().forget(context)
+        if context.finish_reason in ("stop", "length"):
+            start = max(0, context.prompt_length - self.config.suffix_decoding_max_tree_depth)
+            self.store.add(context.tokens[start:], context.cache_salt)
 
     def _draft(self, context: Context, budget: int) -> Draft:
         depth = self.config.suffix_decoding_max_tree_depth

@@ -1,7 +1,7 @@
 """The interface of runners: a runner holds the weights and the KV cache, and computes forward passes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -41,6 +41,8 @@ class Pass:
     argmax: Sequence[int] | None = None  # the argmax of each output's logits, if the plan allows it to replace them
     # [outputs, ranks], the likeliest tokens of each output, if the plan requests them
     ranked: NDArray[np.int64] | None = None
+    # int64 [outputs, 1 + ranks], waits for both, if a device still computes them
+    late: Callable[[], NDArray[np.int64]] | None = None
 
     @property
     def logits(self) -> Tensor | None:
@@ -79,6 +81,7 @@ class Runner(ABC):
     pass_rows: int  # approximate maximum of rows of a pass that several sequences share
     computes_chains: bool = False  # whether ``chains`` may be called
     adapts_levels: bool = True  # see ``Model``
+    runs_ahead: bool = False  # see ``Model``
     takes_unread: bool = False  # whether plans may have drafts that are still on the device
     # whether passes compute ``weights.Entry.fusion``, and take a target's states in the place of features
     fuses: bool = False

@@ -7,7 +7,7 @@ leads there or not; the host follows the tokens along the draft.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.core.devices import fetched
+from foretoken.core.devices import fetching
 from foretoken.core.draft import SampledElsewhere
 from foretoken.core.native.sampling import TokenRow, TokenSource
 from foretoken.core.streams import GOLDEN, splitmixed, step_keys
@@ -88,7 +88,7 @@ class DeviceChooser:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def choose_tokens(self, rows: Sequence[TokenRow], vocabulary: int, threads: int = 0) -> None:
+    def choose_tokens(self, rows: Sequence[TokenRow], vocabulary: int, threads: int = 0) -> Callable[[], None]:
         """See ``TokenChooser``."""
         walks = [Walk(request) for request in rows]
         changed, changes = [walk for walk in walks if walk.request.changes], Changes(vocabulary)
@@ -115,18 +115,8 @@ class DeviceChooser:
             _, rows_of, requests_of, changes_of = split(table, bucket.shapes)
             _fill_changes(rows_of.numpy(), requests_of.numpy(), walks)
             changes.fill(changes_of, sizes)
-        results = fetched(self._graphs.run(bucket, Inputs(table), lambda inputs: _compute(inputs, bucket))[RESULTS])
-        numbers, at = results.numpy(), 0
-        for walk in walks:
-            part = numbers[at : (at := at + walk.count)]
-            measured = 1 + MEASURES * bucket.measured
-            if walk.unread is not None:
-                walk.receive(part[1:, measured : measured + FIELDS])
-            described = part[:, measured + FIELDS * bucket.unread :]
-            if walk.law is None:
-                walk.follow(np.concatenate((part[:, :1], described), 1), bucket.listed)
-            else:
-                walk.verify(part[:, :measured], described, bucket.listed)
+        results = fetching(self._graphs.run(bucket, Inputs(table), lambda inputs: _compute(inputs, bucket))[RESULTS])
+        return lambda: _receive(results().numpy(), walks, bucket)
 
     def _filled(self, bucket: ChoiceBucket, walks: Sequence[Walk]) -> Tensor:
         """Returns the table of all requests in the host's memory, without their changes."""
@@ -157,6 +147,20 @@ class DeviceChooser:
         for field, column in zip(fields, columns, strict=True):
             field[: len(column)] = column
         return table
+
+
+def _receive(results: NDArray[np.int64], walks: Sequence[Walk], bucket: ChoiceBucket) -> None:
+    """Writes the results of ``_compute`` to the requests."""
+    at, measured = 0, 1 + MEASURES * bucket.measured
+    for walk in walks:
+        part = results[at : (at := at + walk.count)]
+        if walk.unread is not None:
+            walk.receive(part[1:, measured : measured + FIELDS])
+        described = part[:, measured + FIELDS * bucket.unread :]
+        if walk.law is None:
+            walk.follow(np.concatenate((part[:, :1], described), 1), bucket.listed)
+        else:
+            walk.verify(part[:, :measured], described, bucket.listed)
 
 
 def _fill_changes(fields: NDArray[np.int64], requests: NDArray[np.int64], walks: Sequence[Walk]) -> None:

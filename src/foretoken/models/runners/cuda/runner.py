@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.core.devices import fetched
+from foretoken.core.devices import fetching
 from foretoken.models.chains import TREE_KINDS, ChainRequest, DraftVocabulary, ModelChain
 from foretoken.models.device_drafts import DraftMemory, UnreadChain, UnreadChains
 from foretoken.models.device_logits import DeviceRows, DeviceTaps, TappedMemory
@@ -87,7 +87,7 @@ class CudaRunner(TorchRunner):
         kv_cache_dtype: one of ``options.KV_CACHE_DTYPES``.
     """
 
-    chunk_invariant = True
+    chunk_invariant = runs_ahead = True
     joint_rows = 256  # chunk-invariant: the last chunk of a prompt shares the pass of the first step
     pass_rows = 4096  # bounds the memory of a pass
 
@@ -207,10 +207,16 @@ class CudaRunner(TorchRunner):
         if not logits:
             return Pass(None, tapped)
         if bucket.ranks:
-            likeliest = fetched(computed[LIKELIEST][: len(plan.outputs)]).numpy()
-            if bucket.unread:
-                receive(plan, likeliest[:, bucket.ranks :])
-            return Pass(None, tapped, likeliest[:, 0].tolist(), likeliest[:, 1 : bucket.ranks] if plan.ranks else None)
+            results = fetching(computed[LIKELIEST][: len(plan.outputs)])
+
+            @cache
+            def likeliest() -> NDArray[np.int64]:
+                found = results().numpy()
+                if bucket.unread:
+                    receive(plan, found[:, bucket.ranks :])
+                return found[:, : bucket.ranks]
+
+            return Pass(None, tapped, late=likeliest)
         rows = DeviceRows(computed[LOGITS][: len(plan.outputs)], self._chooser, drafted=computed.get(DRAFTED))
         self._last.append(weakref.ref(rows))
         return Pass(rows, tapped)
