@@ -105,7 +105,8 @@ class HostSampling:
             if child < 0:
                 break
             token = int(trees.drafted[child])
-            trees.weights[child, 0] = min(1.0, weight * ratio(float(p[token]), float(q[token])))
+            trees.reached[child] = min(1.0, weight * ratio(float(p[token]), float(q[token])))
+            trees.weights[child, 0] = 1.0 if trees.recursive[child] else trees.reached[child]
             trees.chances[child] = drawn[token]
             if request.token >= 0:
                 residual, mass = excess(p, q, weight)

@@ -518,7 +518,10 @@ def test_tokens_of_a_vocabulary_of_several_chunks_are_those_of_the_host() -> Non
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize(
     "kind, vocabulary, seeds",
-    [*product(["", "token", "sampled", "greedy_multi"], [101], [range(4)]), *product(["", "sampled"], [5000], [[3]])],
+    [
+        *product(["", "token", "sampled", "recursive", "greedy_multi"], [101], [range(4)]),
+        *product(["", "sampled"], [5000], [[3]]),
+    ],
 )
 def test_verdicts_on_sampled_drafts_are_those_of_the_host(
     kind: str, vocabulary: int, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch

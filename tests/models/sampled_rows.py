@@ -198,11 +198,13 @@ def compare_drafts(
 ) -> int:
     """Compares verdicts on sampled trees, or on chains, with the CPU's. Returns the number of accepted tokens.
 
-    kind: one of ``TREE_KINDS``; empty for chains, and "token" for chains verified token by token. A large vocabulary,
-    which takes long in the interpreter, has every second law, of which one has all filters.
+    kind: one of ``TREE_KINDS``, or "recursive" for sampled trees verified from the root down; empty for chains, and
+    "token" for chains verified token by token. A large vocabulary, which takes long in the interpreter, has every
+    second law, of which one has all filters.
     """
     kernels, laws = native.kernels(), [law for law in LAWS.values() if not (law.greedy or law.adjusts)]
     assert kernels is not None
+    rejection, kind = ("token", "sampled") if kind == "recursive" else (kind if kind == "token" else "block", kind)
     laws = laws[1::2] if vocabulary > 1000 else laws
     accepted = 0
     for seed in seeds:
@@ -223,12 +225,12 @@ def compare_drafts(
             private = streams.private(Purpose.VERIFY, position)
             assert isinstance(private, PrivateStream)
             if kind == "token":
-                expected.append(verdict_on(Draft.chain(tokens, Sampled(q)), law.probs(target, ()), private, kind))
+                expected.append(verdict_on(Draft.chain(tokens, Sampled(q)), law.probs(target, ()), private, rejection))
             elif kind:
                 fixed = Draft(
                     tuple(tokens), tuple(parents), {"sampled": WithoutReplacement}.get(kind, TopPlusSampled)(q)
                 )
-                expected.append(verdict_on(fixed, law.probs(target, ()), private))
+                expected.append(verdict_on(fixed, law.probs(target, ()), private, rejection))
             else:
                 count, token = kernels.verify_chain(target, tokens, q, law.kept, private.key)
                 expected.append((tuple(range(count)), token))
@@ -236,7 +238,7 @@ def compare_drafts(
             requests.append(SequenceRow(context, None, vocabulary))
             requests[-1].on_device = {law for law, _ in ON_DEVICES}
             assert requests[-1].row is not None
-            requests[-1].row.tokenwise = kind == "token"
+            requests[-1].row.tokenwise = rejection == "token"
             rows = torch.cat((target, target[:1])) if draft.limit > size else target
             sizes.append(draft.limit + 1), targets.append(rows), drafts.append(draft)
         drafted = torch.zeros(sum(sizes), 4, dtype=torch.int64)

@@ -40,6 +40,7 @@ from foretoken.models.runners.functional import best
 from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows, TreeRows
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.growers import TreeKind
 from foretoken.propose.recycling import Recycling
 from foretoken.propose.suffix import Lookup
 from foretoken.propose.union import Auto, UnionMember
@@ -433,10 +434,12 @@ def test_a_union_looks_at_candidates_that_join_copied_text(
 
 
 @pytest.mark.parametrize("text", ["filtered", "unscaled", "sampled, penalties"])
-def test_chains_that_are_verified_token_by_token_stay_on_the_device(
-    text: str, path: Path, device: CountedDevice, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
+def test_drafts_that_are_verified_token_by_token_stay_on_the_device(
+    tree: TreeKind, text: str, path: Path, device: CountedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, proposer = device.model(path), DraftModel(device.model(path), DraftModelConfig(draft_temperature=2.0))
+    config = DraftModelConfig(tree, top_k=2, draft_temperature=2.0)
+    model, proposer = device.model(path), DraftModel(device.model(path), config)
     rule = partial(choose, rejection="token")
     result, steps = finished(device, model, text, proposer, 2, 20, rule)
     monkeypatch.setattr(runner, "DeviceRows", Fetched)

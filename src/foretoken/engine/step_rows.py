@@ -38,6 +38,7 @@ ON_DEVICES: tuple[tuple[type[LawElsewhere], str], ...] = (
     (SampledElsewhere, "block"),
     (SampledElsewhere, "token"),
     (WithoutReplacementElsewhere, "traversal"),
+    (WithoutReplacementElsewhere, "recursive"),
     (TopPlusSampledElsewhere, "greedy-multi"),
 )
 
@@ -84,7 +85,7 @@ class SequenceRow:
         for law, name in () if sequence.options.explain else ON_DEVICES:
             if rule(law(lambda: no_logits(1)), context.exactness) is VERIFIERS[name]:
                 result.on_device.add(law)
-                result.row.tokenwise |= name == "token"
+                result.row.tokenwise |= name in ("token", "recursive")
         return result
 
     def update(self, draft: Draft, scores: Scores) -> TokenRow | None:

@@ -97,7 +97,7 @@ def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     for depth in count():
         p = reached(probs, node + 1)
         children = draft.children[node + 1]
-        q = normalized(rows[node + 1]) if children else p
+        q = rows[node + 1] if children else p
         for child in children:
             token = draft.ids[child]
             if stream.bernoulli(min(1.0, ratio(float(p[token]), float(q[token]))), index=child):

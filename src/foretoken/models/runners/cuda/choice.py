@@ -24,7 +24,7 @@ from foretoken.core.streams import GOLDEN, splitmixed, step_keys
 from foretoken.models.device_drafts import FIELDS, SCORE, TOKEN, UP
 from foretoken.models.runners.cuda.changes import ChangedRows, Changes, ChangeSizes, DeviceChanges, split
 from foretoken.models.runners.cuda.graphs import Graphs, Inputs, States
-from foretoken.models.runners.cuda.walks import ONE_SAMPLED, Walk
+from foretoken.models.runners.cuda.walks import ONE_SAMPLED, RECURSIVE, Walk
 from foretoken.models.runners.functional import ranked
 from foretoken.models.runners.triton_kernels import sampling_kernels
 from foretoken.models.runners.triton_kernels.rows import ChainRows, SampledRows, TreeRows
@@ -106,7 +106,7 @@ class DeviceChooser:
             depth=doubled(deepest, 1) if sizes and sizes.penalized and deepest else 0,
             unread=any(walk.unread is not None for walk in walks),
             sampled=any(walk.law is SampledElsewhere for walk in walks),
-            ranks=max([0, *(walk.ranks for walk in walks)]),
+            ranks=max([0, *(walk.ranks % RECURSIVE for walk in walks if walk.ranks > 0)]),
             deepest=max(walk.deepest for walk in walks),
             tokenwise=any(walk.ranks < 0 for walk in walks),
         )
@@ -201,7 +201,8 @@ def _compute(inputs: Inputs, bucket: ChoiceBucket) -> States:
     drafted = kernels.nodes(nodes) if bucket.unread else None
     row = torch.arange(bucket.rows, device=nodes.device)
     if drafted is not None:  # the noise of a node is in the row whose distance from the root's is the node's depth
-        fields[NOISE] = fields[NOISE].take((firsts + drafted[:, FIELDS]).where(ranks <= 0, row))  # of trees in its own
+        own = (ranks > 0) & (ranks < RECURSIVE)  # of traversed trees in its own
+        fields[NOISE] = fields[NOISE].take(row.where(own, firsts + drafted[:, FIELDS]))
         chains, siblings, trees = _sampled_drafts(drafted, nodes, firsts, drawn_from, ranks, bucket)
     changes = None if bucket.changes is None else DeviceChanges(changed[2], bucket.changes)
     changed_rows = None if changes is None else _changed_rows(changed[0], changed[1], nodes, drafted, bucket)
@@ -293,17 +294,18 @@ def _sampled_drafts(
             last = last.where(ranks == ONE_SAMPLED, -1)
             siblings = SiblingRows(chains, above.where(ranks < 0, -1), last, tokens, torch.zeros_like(ratios))
     if bucket.ranks:
-        trees = _tree_rows(drafted, above.where(ranks > 0, -1), drawn_from, bucket)
+        trees = _tree_rows(drafted, above.where(ranks > 0, -1), drawn_from, ranks > RECURSIVE, bucket)
     return chains, siblings, trees
 
 
-def _tree_rows(drafted: Tensor, above: Tensor, drawn_from: Tensor, bucket: ChoiceBucket) -> TreeRows:
+def _tree_rows(drafted: Tensor, above: Tensor, drawn_from: Tensor, recursive: Tensor, bucket: ChoiceBucket) -> TreeRows:
     """Returns the rows of trees sampled without replacement.
 
     Args:
         drafted: the fields of each row's node and its depth, [rows, 4].
         above: the row above each row of a node of such a tree, -1 for other rows, [rows].
         drawn_from: see ``TreeRows``; of all rows that have a distribution.
+        recursive: see ``TreeRows``.
     """
     rows, ranks, row, there = bucket.rows, bucket.ranks, torch.arange(bucket.rows, device=drafted.device), above >= 0
     siblings = (above[:, None] == above[None]) & there[:, None] & (row[:, None] > row[None])
@@ -317,6 +319,8 @@ def _tree_rows(drafted: Tensor, above: Tensor, drawn_from: Tensor, bucket: Choic
         drafted[:, TOKEN].contiguous(),
         children,
         drafted[:, FIELDS].contiguous(),
+        recursive,
+        torch.ones_like(weights[:, 0]),
         weights,
         masses,
         rests,

@@ -15,6 +15,7 @@ from foretoken.models.device_drafts import FIELDS, UnreadDraft
 from foretoken.models.runners.cuda.changes import Changes
 
 ONE_SAMPLED, TOKENWISE = -1, -2  # for ``Walk.ranks``
+RECURSIVE = 2**16  # added to ``Walk.ranks`` of trees verified from the root down
 NODE_VALUES = FIELDS + 1  # of a node that a pass has read: its fields and its depth, int64
 
 
@@ -29,8 +30,9 @@ class Walk:
         parents: the node above each; -1 for the root.
         unread: the draft, if the host has not read it.
         law: the law of a sampled one; None for other drafts.
-        ranks: the largest number of siblings sampled without replacement; ``ONE_SAMPLED`` for trees of which the last
-            sibling alone is sampled, ``TOKENWISE`` for chains verified token by token, 0 for other drafts.
+        ranks: the largest number of siblings sampled without replacement, see ``RECURSIVE``; ``ONE_SAMPLED`` for trees
+            of which the last sibling alone is sampled, ``TOKENWISE`` for chains verified token by token, 0 for other
+            drafts.
         deepest: the largest depth of a node that has siblings sampled without replacement below it.
         drawn_from: address of the distribution of the sampled tokens below each row; 0 for none.
         count: number of rows.
@@ -48,6 +50,7 @@ class Walk:
         self.law, self.ranks, self.deepest = None if self.unread is None else self.unread.source.law, 0, 0
         if self.unread is not None and self.law is WithoutReplacementElsewhere:
             self.ranks, self.deepest = self.unread.source.siblings, self.unread.source.tree_depth - 1
+            self.ranks += RECURSIVE * request.tokenwise
         elif self.law is TopPlusSampledElsewhere:
             self.ranks = ONE_SAMPLED
         elif self.law is not None and request.tokenwise:
@@ -104,7 +107,8 @@ class Walk:
             described: log-probabilities, see ``_compute``.
             listed: number of tokens that are listed; -1 without log-probabilities.
         """
-        path, chances = (self._traversal if self.ranks > 0 else self._tokenwise if self.ranks else self._block)(results)
+        rules = (self._recursive, RECURSIVE), (self._traversal, 0), (self._block, -1), (self._tokenwise, TOKENWISE - 1)
+        path, chances = next(rule for rule, below in rules if self.ranks > below)(results)
         chosen = results[:, 0]
         self._accept(path, int(chosen[path[-1] + 1 if path else 0]), chances[: len(self.tokens)].tolist())
         if self.request.top_count >= 0:
@@ -150,6 +154,17 @@ class Walk:
                 return path[1:], chances[1:]
             else:
                 path.pop()
+
+    def _recursive(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
+        """Returns the same of recursive rejection, as ``verify/tree.py``. results: see ``TreeRows.measures``."""
+        ratios, _, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
+        path, stream, children = list[int](), self._stream, self._children
+        while True:
+            below = children[path[-1] + 1 if path else 0]
+            child = next((child for child in below if stream.bernoulli(ratios[child + 1], child)), None)
+            if child is None:
+                return path, chances[1:]
+            path.append(child)
 
     def _tokenwise(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
         """Returns the same of greedy multi-draft verification, and of ``verify/token.py``.

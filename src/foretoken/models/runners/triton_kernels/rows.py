@@ -95,6 +95,10 @@ class TreeRows:
     drafted: Tensor  # the token of each row, [R]
     children: Tensor  # the rows below each row in their order, -1 for none, [R, ranks]
     depths: Tensor  # [R]
+    recursive: (
+        Tensor  # bool, whether a tree is verified from the root down, so that every row begins with weight 1, [R]
+    )
+    reached: Tensor  # weight with which a row is reached from that of its parent; 1 at the root, [R]
     weights: Tensor  # weight of a row before each of its children is rejected, and at last; 1 at first, [R, 1 + ranks]
     # mass of the excess over the draft's distribution, and of that distribution without the rejected child, [R, ranks]
     masses: Tensor
@@ -105,10 +109,10 @@ class TreeRows:
     def measures(self, part: slice) -> Tensor:
         """Returns three measures of computed rows, float64 [rows, 3].
 
-        They are the weight with which a row is reached, that with which it is accepted as a leaf, and ``chances``.
+        They are ``reached``, the weight with which a row is accepted as a leaf, and ``chances``.
         """
         weights, children = self.weights[part], (self.children[part] >= 0).sum(1, keepdim=True)
-        return torch.cat((weights[:, :1], weights.gather(1, children), self.chances[part, None]), 1)
+        return torch.stack((self.reached[part], weights.gather(1, children)[:, 0], self.chances[part]), 1)
 
 
 def rows_per_tile(group: int) -> int:

@@ -117,7 +117,7 @@ def _sum_excess(
 @triton.jit
 def _reject(
     logits, inverses, top, lowest, over, last, drawn_from, drafted, children, depths, weights, masses, rests,
-    plain, totals, chances, start, depth, rank,
+    plain, totals, chances, recursive, all_reached, start, depth, rank,
     CHUNKS: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Stores the weight with which the child of a rank is reached, and that of its row once it is rejected."""
@@ -135,7 +135,9 @@ def _reject(
         )
         possible = (p > 0.0) & (q > 0.0)
         reached = weight * tl.where(possible, p / tl.where(possible, q, 1.0), 0.0)
-        tl.store(weights + child * (RANKS + 1) + lane, tl.where(reached < 1.0, reached, 1.0))
+        reached = tl.where(reached < 1.0, reached, 1.0)
+        tl.store(all_reached + child + lane, reached)
+        tl.store(weights + child * (RANKS + 1) + lane, tl.where(tl.load(recursive + child), 1.0, reached))
         drawn = tl.load(tl.load(drawn_from + start + row).to(tl.pointer_type(tl.float32)) + at)
         tl.store(chances + child + lane, drawn.to(tl.float64))
         tl.store(masses + to, mass)
@@ -283,8 +285,8 @@ def chosen(
     """Returns the token of each row; -1 where none is possible.
 
     Rows of sampled chains get the token that follows if block verification (2403.10444) accepts the chain up to there,
-    rows of sampled trees that of traversal verification (2505.12398), and rows of trees with one sampled sibling that
-    after its rejection (2502.18779).
+    rows of sampled trees that of traversal verification (2505.12398) or recursive rejection (2305.09781), and rows of
+    trees with one sampled sibling that after its rejection (2502.18779).
 
     Args:
         logits: changed logits, [R, V].
@@ -342,7 +344,8 @@ def _reject_nodes(
         for rank in range(ranks):
             stage = start, depth, rank
             _sum_excess[(count, blocks)](logits, *distribution, *states, *stage, LENGTH=BLOCK, **sizes)
-            _reject[(count,)](logits, *distribution, *states, trees.chances, *stage, WIDE=wide, **sizes)
+            results = trees.chances, trees.recursive, trees.reached
+            _reject[(count,)](logits, *distribution, *states, *results, *stage, WIDE=wide, **sizes)
     return ranks
 
 
