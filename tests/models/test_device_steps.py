@@ -266,8 +266,8 @@ def test_a_step_with_a_draft_of_a_model_is_three_launches_and_one_read(
     """
     texts = text.split(", ")
     model, proposer = device.model(path), proposer_of(drafter, device, path, tmp_path)
-    for batch, length in ((1, 9), (8, 4), (32, 3)):
-        engine = Engine(model, proposer, Fixed(3), max_sequences=32)
+    for batch, length in ((1, 9), (8, 4), (32, 3), (128, 3)):
+        engine = Engine(model, proposer, Fixed(3), max_sequences=128)
         for number in range(batch):
             add(engine, number, texts[number % len(texts)], length, prompt=3)
         steps = counted(device, engine)

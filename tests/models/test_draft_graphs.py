@@ -239,7 +239,7 @@ def test_first_passes_of_many_rows_are_captured(rows: int, folder: Path, monkeyp
     with on_graphs() as recorders:
         model = llama(folder)
         expected = chains(model, opened(model))
-        monkeypatch.setattr(cuda_drafts, "MAX_ROWS", rows)
+        monkeypatch.setattr(cuda_drafts, "FEW_ROWS", rows)
         captured, lengths = recorders[0].captured, (90,) if rows == 256 else (90, 130)
         for length in lengths:
             handles = [model.open(text(n, i)) for i, n in enumerate((9, 30, 1))] + [model.open(text(length, 5))]

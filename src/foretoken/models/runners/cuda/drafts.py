@@ -23,9 +23,8 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.models.chains import LATER, TREE_KINDS, TYPICAL, ChainRequest, DraftStop, DraftVocabulary, Draws
 from foretoken.models.runners.base import DeeperLayer
 from foretoken.models.runners.cuda.changes import ChangeSizes, DraftChanges, LevelChanges, split
-from foretoken.models.runners.cuda.layout import Bucket, fill
+from foretoken.models.runners.cuda.layout import FEW_ROWS, Bucket, fill, padded
 from foretoken.models.runners.cuda.page_cache import Places
-from foretoken.models.runners.linear import FIXED_ROWS
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.triton_kernels.steps import doubled
 from foretoken.models.state.pages import PAGE
@@ -42,7 +41,6 @@ ROOTS, CARRIED, REPLACED, SOURCES = range(4)
 LIKELIEST, FRACTION, RACE = range(3)  # values of SOURCE
 UNFILTERED = SamplingLaw().kept
 MIN_KEPT = 8  # nodes of a tree that are returned, doubled until all fit
-MAX_ROWS = 512  # more rows of a pass are doubled until all fit
 
 
 class Tables(NamedTuple):
@@ -202,7 +200,7 @@ class DraftBucket:
 
 def _coarse(bucket: Bucket) -> Bucket:
     """Returns the bucket, of many rows with more padding, so that few graphs are captured."""
-    return replace(bucket, rows=doubled(bucket.rows, MAX_ROWS)) if bucket.rows > MAX_ROWS else bucket
+    return replace(bucket, rows=doubled(bucket.rows, FEW_ROWS)) if bucket.rows > FEW_ROWS else bucket
 
 
 def level_width(requests: Sequence[ChainRequest], vocabulary: int) -> int:
@@ -250,11 +248,6 @@ def source_of(draws: Draws) -> int:
 def padded_sequences(count: int) -> int:
     """Returns the number of sequences with padding."""
     return min(doubled(count, 1), padded(count))
-
-
-def padded(rows: int) -> int:
-    """Returns the number of rows with padding."""
-    return -(-rows // FIXED_ROWS) * FIXED_ROWS
 
 
 def fill_drafts(

@@ -24,6 +24,8 @@ from foretoken.models.runners.triton_kernels.steps import Steps, StepSizes, doub
 from foretoken.models.state.pages import PAGE
 
 MIN_KEYS, MIN_DEPTH = 512, 8  # doubled until all rows, or all trees, fit
+# Rows of passes whose padding is least, multiples of which more rows are padded to, and rows of passes with a graph.
+FEW_ROWS, MANY_ROWS, MAX_ROWS = 512, 256, 1024
 
 # Rows of the table: the fields of ``rows.PassRows``; in OUTPUTS, indices of rows of the pass; for nodes that only the
 # device has, their addresses and the bytes from a field to the next one. Pages follow the paths.
@@ -74,20 +76,26 @@ class Bucket:
     def of(plan: PassPlan, taps: Sequence[int], logits: bool) -> Bucket:
         """Returns the smallest bucket that holds the plan."""
         depth = max(part.draft.tree_depth for part in plan.parts)
-        rows = -(-len(plan.tokens) // FIXED_ROWS) * FIXED_ROWS
+        rows = padded(len(plan.tokens))
         return Bucket(
             rows=rows,
             longest=doubled(plan.reach, MIN_KEYS),
             depth=doubled(depth, MIN_DEPTH) if depth else 0,
             taps=tuple(sorted(set(taps))),
             features=plan.features is not None or plan.states is not None,
-            outputs=-(-len(plan.outputs) // FIXED_ROWS) * FIXED_ROWS if logits else 0,
+            outputs=padded(len(plan.outputs)) if logits else 0,
             ranks=1 + plan.ranks if logits and plan.argmax_only else 0,
             steps=None if plan.replay is None else StepSizes.of(plan.replay),
             fused=plan.states is not None,
             unread=any(isinstance(part.draft, UnreadDraft) for part in plan.parts),
             moved=min(doubled(len(plan.parts), 1), rows - 1) if depth and plan.replay is None else 0,
         )
+
+
+def padded(count: int) -> int:
+    """Returns a number of rows with padding."""
+    step = MANY_ROWS if FEW_ROWS < count <= MAX_ROWS else FIXED_ROWS
+    return -(-count // step) * step
 
 
 @dataclass(frozen=True)

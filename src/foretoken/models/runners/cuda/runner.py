@@ -29,7 +29,6 @@ from foretoken.models.runners.base import DeeperLayer, Injected, Move, Pass, Run
 from foretoken.models.runners.cuda.changes import DraftChanges
 from foretoken.models.runners.cuda.choice import DeviceChooser
 from foretoken.models.runners.cuda.drafts import (
-    MAX_ROWS,
     DraftBucket,
     fill_drafts,
     level_width,
@@ -39,6 +38,7 @@ from foretoken.models.runners.cuda.drafts import (
 from foretoken.models.runners.cuda.graphs import Capture, CudaCapture, Graphs, Inputs, States
 from foretoken.models.runners.cuda.growth import NODES, ROWS, grow_chains, grow_trees
 from foretoken.models.runners.cuda.layout import (
+    MAX_ROWS,
     OUTPUTS,
     Bucket,
     RowLayout,
