@@ -308,7 +308,12 @@ def random_seed_from(*parts: int) -> int:
 
 def stream_key(seed: int, purpose: int, position: int) -> int:
     """Returns the key, 64 bits, from which all numbers of an address are mixed."""
-    return splitmix(purpose_key(seed, purpose) ^ (position * _MIX[1][1] & _MASK))
+    return step_key(purpose_key(seed, purpose), position)
+
+
+def step_key(key: int, position: int) -> int:
+    """Returns ``stream_key`` for a result of ``purpose_key``."""
+    return splitmix(key ^ (position * _MIX[1][1] & _MASK))
 
 
 def purpose_key(seed: int, purpose: int) -> int:

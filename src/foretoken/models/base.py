@@ -107,10 +107,8 @@ class Handle:
         path: list[int] = []
         at = -1
         for token in tokens:
-            child = next(
-                (i for i, (t, p) in enumerate(zip(self.nodes, self.parents, strict=True)) if p == at and t == token),
-                None,
-            )
+            below = range(at + 1, len(self.nodes))
+            child = next((node for node in below if self.parents[node] == at and self.nodes[node] == token), None)
             if child is None:
                 break
             path.append(child)

@@ -1,9 +1,10 @@
 """Drafts that stay on a device until the host reads them, mostly with the results of the pass that verifies them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,19 +122,18 @@ class UnreadChain:
     def read(self) -> ModelChain:
         """Returns the draft, which is copied from the device unless it was received."""
         if self._memory is not None:
-            self.receive(self._memory.read(self._number))
+            self.receive(*fields_of(self._memory.read(self._number).T))
         assert self._chain is not None
         return self._chain
 
-    def receive(self, nodes: NDArray[np.int32]) -> None:
-        """Takes the nodes, [fields, nodes], that were read with other results."""
+    def receive(self, tokens: list[int], up: list[int], scores: list[float]) -> None:
+        """Takes the fields of the nodes, at least ``limit`` of them, that were read with other results."""
         assert self._memory is not None
-        tokens, up, scores = nodes[:, : self.limit]
         if self._request.tree is None:
             rows = partial(self._memory.read_rows, self._number) if self.law else None
-            self._chain = chain_of(self._request, tokens.tolist(), scores.view(np.float32).tolist(), rows)
+            self._chain = chain_of(self._request, tokens[: self.limit], scores[: self.limit], rows)
         else:
-            self._chain = tree_of(self._request, tokens, up, scores.view(np.float32))
+            self._chain = tree_of(self._request, tokens, up, scores[: self.limit])
             if self.law and self._chain.tokens:
                 read = partial(self._memory.read_rows, self._number, max(self._chain.parents) + 2)
                 self._chain = replace(self._chain, rows=self.law(read))
@@ -159,14 +159,17 @@ def chain_of(
     return ModelChain(ids[:count], count < request.limit, ids, probs)
 
 
-def tree_of(
-    request: ChainRequest, tokens: NDArray[np.int32], up: NDArray[np.int32], scores: NDArray[np.float32]
-) -> ModelChain:
+def tree_of(request: ChainRequest, tokens: list[int], up: list[int], scores: list[float]) -> ModelChain:
     """Returns a tree; nodes that it does not have come last, and their scores are -inf."""
-    count = int(np.count_nonzero(scores > -np.inf))
-    parents = (np.arange(count) - up[:count]).tolist()
-    probabilities = scores[:count].tolist()
-    return ModelChain(tokens[:count].tolist(), count < request.limit, probabilities=probabilities, parents=parents)
+    count = sum(score > -math.inf for score in scores)
+    parents = [node - back for node, back in enumerate(up[:count])]
+    return ModelChain(tokens[:count], count < request.limit, probabilities=scores[:count], parents=parents)
+
+
+def fields_of(nodes: NDArray[Any]) -> tuple[list[int], list[int], list[float]]:
+    """Returns the fields of nodes [nodes, fields], integers."""
+    scores = nodes[:, SCORE].astype(np.int32).view(np.float32)
+    return nodes[:, TOKEN].tolist(), nodes[:, UP].tolist(), scores.tolist()
 
 
 class UnreadChains(Sequence[ModelChain]):

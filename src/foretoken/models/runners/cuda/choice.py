@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from foretoken.core.devices import fetching
 from foretoken.core.draft import SampledElsewhere
 from foretoken.core.native.sampling import TokenRow, TokenSource
 from foretoken.core.streams import GOLDEN, splitmixed, step_keys
-from foretoken.models.device_drafts import FIELDS, SCORE, TOKEN, UP
+from foretoken.models.device_drafts import FIELDS, SCORE, TOKEN, UP, fields_of
 from foretoken.models.runners.cuda.changes import ChangedRows, Changes, ChangeSizes, DeviceChanges, split
 from foretoken.models.runners.cuda.graphs import Graphs, Inputs, States
 from foretoken.models.runners.cuda.walks import ONE_SAMPLED, RECURSIVE, Walk
@@ -132,14 +134,16 @@ class DeviceChooser:
         sources = each([request.source for request in requests])
         bits = each([request.noise for request in requests], np.uint64)
         positions = each([request.position for request in requests])
-        depths = np.concatenate([walk.depths for walk in walks])
-        nodes = np.concatenate([walk.nodes for walk in walks])
+        depths, nodes, addresses, drawn_from = (
+            np.array([*chain.from_iterable(map(attrgetter(name), walks))], np.int64)
+            for name in ("depths", "nodes", "addresses", "drawn_from")
+        )
         columns = (
             nodes,
             np.where(nodes, np.repeat(np.cumsum([0, *counts[:-1]]), counts), np.arange(sum(counts))),
-            np.concatenate([walk.drawn_from for walk in walks]),
+            drawn_from,
             each([walk.ranks for walk in walks]),
-            np.concatenate([walk.addresses for walk in walks]),
+            addresses,
             sources,
             noise(bits, positions, depths, sources == TokenSource.RACE).view(np.int64),
             *(each([getattr(each_filter, name) for each_filter in filters], np.float64) for name in FILTER_FIELDS),
@@ -151,16 +155,18 @@ class DeviceChooser:
 
 def _receive(results: NDArray[np.int64], walks: Sequence[Walk], bucket: ChoiceBucket) -> None:
     """Writes the results of ``_compute`` to the requests."""
-    at, measured = 0, 1 + MEASURES * bucket.measured
+    measured, first = 1 + MEASURES * bucket.measured, 0
+    chosen, described = results[:, 0].tolist(), results[:, measured + FIELDS * bucket.unread :]
+    measures = np.ascontiguousarray(results[:, 1:measured]).view(np.float64).tolist()
+    fields = fields_of(results[:, measured : measured + FIELDS]) if bucket.unread else ()
     for walk in walks:
-        part = results[at : (at := at + walk.count)]
+        rows = slice(first, first := first + walk.count)
         if walk.unread is not None:
-            walk.receive(part[1:, measured : measured + FIELDS])
-        described = part[:, measured + FIELDS * bucket.unread :]
+            walk.receive(*(field[rows.start + 1 : rows.stop] for field in fields))
         if walk.law is None:
-            walk.follow(np.concatenate((part[:, :1], described), 1), bucket.listed)
+            walk.follow(chosen[rows], described[rows], bucket.listed)
         else:
-            walk.verify(part[:, :measured], described, bucket.listed)
+            walk.verify(chosen[rows], measures[rows], described[rows], bucket.listed)
 
 
 def _fill_changes(fields: NDArray[np.int64], requests: NDArray[np.int64], walks: Sequence[Walk]) -> None:
@@ -171,7 +177,8 @@ def _fill_changes(fields: NDArray[np.int64], requests: NDArray[np.int64], walks:
         if walk.request.changes:
             columns = fields[:, rows]
             requests[number, : walk.count] = range(rows.start, at)
-            columns[OF], columns[MASK], columns[DEPTH] = number, walk.masks, walk.depths - walk.request.index
+            columns[OF], columns[MASK] = number, walk.masks
+            columns[DEPTH] = [depth - walk.request.index for depth in walk.depths]
             columns[NODE_TOKEN, 1 : 1 + len(walk.tokens)] = walk.tokens
             columns[NODE_UP, 1 : 1 + len(walk.parents)] = np.arange(len(walk.parents)) - walk.parents
             number += 1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.draft import Draft
-from foretoken.models.device_drafts import FIELDS, NODE_BYTES, UnreadDraft
+from foretoken.models.device_drafts import NODE_BYTES, UnreadDraft, fields_of
 from foretoken.models.runners.base import Move
 from foretoken.models.runners.cuda.page_cache import Moves, PageCache, Places
 from foretoken.models.runners.layout import AttentionSizes
@@ -257,9 +257,11 @@ def write_states(addresses: Tensor, states: Tensor) -> None:
 
 def receive(plan: PassPlan, nodes: NDArray[np.int64]) -> None:
     """Passes the results of ``read_nodes`` to the drafts."""
+    tokens, up, scores = fields_of(nodes)
     for part, end in zip(plan.parts, accumulate(plan.output_counts), strict=True):
         if isinstance(part.draft, UnreadDraft):
-            part.draft.source.receive(nodes[end - part.draft.limit : end, :FIELDS].T.astype(np.int32))
+            rows = slice(end - part.draft.limit, end)
+            part.draft.source.receive(tokens[rows], up[rows], scores[rows])
 
 
 def paths(part: Part, depth: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

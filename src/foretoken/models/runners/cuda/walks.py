@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.core.draft import Elsewhere, TopPlusSampledElsewhere, WithoutReplacementElsewhere
 from foretoken.core.native.sampling import Adjustment, DraftNodes, TokenRow
-from foretoken.core.streams import PrivateStream, Uniform, step_keys
+from foretoken.core.streams import PrivateStream, Uniform, step_key
 from foretoken.models.device_drafts import FIELDS, UnreadDraft
 from foretoken.models.runners.cuda.changes import Changes
 
 ONE_SAMPLED, TOKENWISE = -1, -2  # for ``Walk.ranks``
 RECURSIVE = 2**16  # added to ``Walk.ranks`` of trees verified from the root down
+Measures = Sequence[float]
+Verdict = tuple[list[int], Measures]  # accepted nodes, the draft's probability of each node
 NODE_VALUES = FIELDS + 1  # of a node that a pass has read: its fields and its depth, int64
 
 
@@ -67,72 +70,71 @@ class Walk:
                 depths += range(request.index + 1, request.index + self.count)
         for parent in self.parents:
             depths.append(depths[parent + 1] + 1)
-        self.depths, rows = np.array(depths), np.arange(self.count)
-        self.nodes = (
-            np.where(rows, request.node + 8 * NODE_VALUES * (rows - 1), 0) if self.unread is not None else 0 * rows
-        )
-        self.addresses, self.drawn_from, self.masks = request.logits + 4 * stride * rows, 0 * rows, 0 * rows
-        if self.unread is not None and self.law is not None:
-            q = self.unread.source.distributions
-            self.drawn_from[:-1] = q.data_ptr() + 4 * q.stride(0) * rows[:-1]
+        self.depths, rows, none = depths, range(self.count), [0] * self.count
+        self.addresses = [request.logits + 4 * stride * row for row in rows]
+        self.nodes, self.drawn_from, self.masks = none, none, none
+        if self.unread is not None:
+            self.nodes = [0, *(request.node + 8 * NODE_VALUES * row for row in rows[:-1])]
+            if self.law is not None:
+                q = self.unread.source.distributions
+                first, step = q.data_ptr(), 4 * q.stride(0)
+                self.drawn_from = [*(first + step * row for row in rows[:-1]), 0]
 
     @property
     def reach(self) -> int:
         """Depth of the deepest node, at most."""
         if self.unread is not None:
             return self.unread.tree_depth or self.unread.limit
-        return int(self.depths.max()) - self.request.index
+        return max(self.depths) - self.request.index
 
     def add_changes(self, changes: Changes, number: int) -> None:
         """Adds the changes of the request."""
         request = self.request
-        self.masks[:] = changes.add(number, Adjustment.from_address(request.changes or 0), not request.masks)
-        if request.masks:
-            self.masks[: len(request.masks)] = [changes.mask(mask) for mask in request.masks]
+        mask = changes.add(number, Adjustment.from_address(request.changes or 0), not request.masks)
+        own = [changes.mask(each) for each in request.masks]
+        self.masks = [*own, *[mask] * (self.count - len(own))]
 
     def _take(self, tokens: Iterable[int], parents: Iterable[int]) -> None:
         self.tokens, self.parents = list(tokens), list(parents)
 
-    def receive(self, nodes: NDArray[np.int64]) -> None:
-        """Takes the fields of the nodes, [nodes, fields], if the host has not read them."""
-        if self.unread is not None:
-            self.unread.source.receive(nodes.T.astype(np.int32))
-            self._take(self.unread.ids, self.unread.parents)
+    def receive(self, *fields: list[Any]) -> None:
+        """Takes the fields of the nodes; see ``UnreadChain.receive``."""
+        assert self.unread is not None
+        self.unread.source.receive(*fields)
+        self._take(self.unread.ids, self.unread.parents)
 
-    def verify(self, results: NDArray[np.int64], described: NDArray[np.int64], listed: int) -> None:
+    def verify(self, chosen: list[int], measures: list[Measures], described: NDArray[np.int64], listed: int) -> None:
         """Writes the verdict on a sampled draft.
 
         Args:
-            results: [rows, 4], the token of each row and its measures.
+            chosen: the token of each row.
+            measures: the measures of each row.
             described: log-probabilities, see ``_compute``.
             listed: number of tokens that are listed; -1 without log-probabilities.
         """
         rules = (self._recursive, RECURSIVE), (self._traversal, 0), (self._block, -1), (self._tokenwise, TOKENWISE - 1)
-        path, chances = next(rule for rule, below in rules if self.ranks > below)(results)
-        chosen = results[:, 0]
-        self._accept(path, int(chosen[path[-1] + 1 if path else 0]), chances[: len(self.tokens)].tolist())
+        path, chances = next(rule for rule, below in rules if self.ranks > below)(chosen, *zip(*measures, strict=True))
+        self._accept(path, chosen[path[-1] + 1 if path else 0], chances[: len(self.tokens)])
         if self.request.top_count >= 0:
             self._describe(path, chosen, described, listed)
 
-    def _block(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
+    def _block(self, chosen: list[int], masses: Measures, weights: Measures, chances: Measures) -> Verdict:
         """Returns the path that block verification accepts, as ``verify/block.py``, and the draft's probabilities.
 
-        results: see ``chosen`` of ``triton_kernels/sampling.py``.
+        The measures are those of ``chosen`` of ``triton_kernels/sampling.py``.
         """
         count, stream = len(self.tokens), self._stream
-        masses, weights, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
         reached = [*weights[: count + 1], 0.0].index(0.0)  # a weight of 0 stays 0
         accepted = count
         if reached <= count or not stream.uniform(count).below(weights[count]):
             accepted = min(reached, count) - 1
-            rows = [*zip(weights, masses, results[:, 0] >= 0, strict=True)]
-            while accepted and not _leaves(stream.uniform(accepted), *rows[accepted]):
+            while accepted and not _leaves(
+                stream.uniform(accepted), weights[accepted], masses[accepted], chosen[accepted] >= 0
+            ):
                 accepted -= 1
         return [*range(accepted)], chances
 
-    def _describe(
-        self, path: Sequence[int], chosen: NDArray[np.int64], described: NDArray[np.int64], listed: int
-    ) -> None:
+    def _describe(self, path: Sequence[int], chosen: list[int], described: NDArray[np.int64], listed: int) -> None:
         """Writes the log-probabilities of the accepted tokens and of the chosen one behind them."""
         rows = [0, *(node + 1 for node in path)]
         for row, below, level in zip(rows, [*rows[1:], None], self._levels(len(path)), strict=True):
@@ -140,11 +142,11 @@ class Walk:
                 token, of_token = chosen[row], described[row, :2]
             else:
                 token, of_token = self.tokens[below - 1], described[below, -2:]
-            _write(level, np.concatenate(([token], of_token, described[row, 2:])), listed)
+            level.token = token
+            _write(level, np.concatenate((of_token, described[row, 2:])), listed)
 
-    def _traversal(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
-        """Returns the same of traversal verification, as ``verify/tree.py``. results: see ``TreeRows.measures``."""
-        reached, weights, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
+    def _traversal(self, _: object, reached: Measures, weights: Measures, chances: Measures) -> Verdict:
+        """Returns the same of traversal verification, as ``verify/tree.py``; see ``TreeRows.measures``."""
         path, stream, untested = [-1], self._stream, [*map(iter, self._children)]
         while True:
             if (child := next(untested[path[-1] + 1], None)) is not None:
@@ -155,9 +157,8 @@ class Walk:
             else:
                 path.pop()
 
-    def _recursive(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
-        """Returns the same of recursive rejection, as ``verify/tree.py``. results: see ``TreeRows.measures``."""
-        ratios, _, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
+    def _recursive(self, _: object, ratios: Measures, __: Measures, chances: Measures) -> Verdict:
+        """Returns the same of recursive rejection, as ``verify/tree.py``; see ``TreeRows.measures``."""
         path, stream, children = list[int](), self._stream, self._children
         while True:
             below = children[path[-1] + 1 if path else 0]
@@ -166,16 +167,12 @@ class Walk:
                 return path, chances[1:]
             path.append(child)
 
-    def _tokenwise(self, results: NDArray[np.int64]) -> tuple[list[int], NDArray[np.float64]]:
-        """Returns the same of greedy multi-draft verification, and of ``verify/token.py``.
-
-        results: see ``SiblingRows.measures``.
-        """
-        ratios, _, chances = np.ascontiguousarray(results[:, 1:].T).view(np.float64)
+    def _tokenwise(self, chosen: list[int], ratios: Measures, _: Measures, chances: Measures) -> Verdict:
+        """Returns the same of greedy multi-draft verification, and of ``verify/token.py``; see ``SiblingRows``."""
         path, stream, children = list[int](), self._stream, self._children
         while True:
             row = path[-1] + 1 if path else 0
-            below, token = children[row], int(results[row, 0])
+            below, token = children[row], chosen[row]
             if below and stream.bernoulli(ratios[row], below[-1]):
                 path.append(below[-1])
             elif self.ranks == ONE_SAMPLED and (landed := [child for child in below if self.tokens[child] == token]):
@@ -194,8 +191,7 @@ class Walk:
     @property
     def _stream(self) -> PrivateStream:
         """The random numbers of the verification."""
-        (key,) = step_keys(np.array([self.request.noise], np.uint64), np.array([self.request.position]))
-        return PrivateStream(int(key))
+        return PrivateStream(step_key(self.request.noise, self.request.position))
 
     def _accept(self, path: Sequence[int], token: int, chances: Sequence[float]) -> None:
         """Writes the accepted nodes and the token behind them.
@@ -218,11 +214,13 @@ class Walk:
         pointers = (c_void_p * self._nodes.deepest).from_address(self._nodes.rows)
         return [self.request, *(TokenRow.from_address(pointers[at]) for at in range(depth))]
 
-    def follow(self, results: NDArray[np.int64], listed: int) -> None:
+    def follow(self, chosen: list[int], described: NDArray[np.int64], listed: int) -> None:
         """Writes the results of the root and of the nodes that tokens lead to, as ``DraftWalk`` of token_row.hpp."""
         row, reached, depth = self.request, [-1], 0
         while True:
-            _write(row, results[reached[0] + 1], listed)
+            row.token = chosen[reached[0] + 1]
+            if row.top_count >= 0:
+                _write(row, described[reached[0] + 1], listed)
             below = [
                 child
                 for node in reached
@@ -249,11 +247,8 @@ def _leaves(number: Uniform, weight: float, mass: float, possible: bool) -> bool
 
 
 def _write(row: TokenRow, results: NDArray[np.int64], listed: int) -> None:
-    """Writes the token of a row and its log-probabilities."""
-    row.token = int(results[0])
-    if row.top_count < 0:
-        return
-    row.logprob, row.rank = float(results[1:2].view(np.float64)[0]), int(results[2])
-    ids, logprobs = results[3 : 3 + row.top_count], results[3 + listed :].view(np.float64)
+    """Writes the log-probabilities of a row."""
+    row.logprob, row.rank = float(results[:1].view(np.float64)[0]), int(results[1])
+    ids, logprobs = results[2 : 2 + row.top_count], results[2 + listed :].view(np.float64)
     (c_int64 * row.top_count).from_address(row.top_ids)[:] = ids.tolist()
     (c_double * row.top_count).from_address(row.top_logprobs)[:] = logprobs[: row.top_count].tolist()
