@@ -188,8 +188,8 @@ class Scores:
         if self.late is None:
             return self
         tokens = self.late()
-        argmax, ranked = tokens[:, 0].tolist(), tokens[:, 1:] if tokens.shape[1] > 1 else None
-        return replace(self, argmax=argmax, ranked=ranked, late=None)
+        ranked = tokens[:, 1:] if tokens.shape[1] > 1 else None
+        return Scores(self.rows, self.taps, self.first, self.slot, tokens[:, 0].tolist(), ranked)
 
     @property
     def logits(self) -> Tensor:

@@ -91,7 +91,7 @@ class Proposer:
         """Called after every decode step; contexts already hold the emitted tokens."""
 
     def forget(self, context: Context) -> None:
-        """Called when a sequence ends or is preempted. Does nothing for an unknown one."""
+        """Called when a sequence ends, with ``finish_reason``, or is preempted. Does nothing for an unknown one."""
 
     @property
     def timed_part(self) -> "Proposer | None":
