@@ -42,7 +42,7 @@ INTEGERS = ("addresses", "sources", "noise", "top_k", "places", "winners", "best
 INTEGERS += ("drawn_from", "drafted", "firsts", "values", "nodes", "strides", "positions", "counts", "ends", "prefixes")
 INTEGERS += ("paths", "children", "depths", "of_children")
 DOUBLES = ("mass", "masses", "totals", "plain", "weights", "ratios", "chances", "rests", "of_trees", "excesses")
-DOUBLES += ("of_drafts",)
+DOUBLES += ("of_drafts", "all_reached")
 OF_TOKENS = (
     "_gather",
     "_look",
@@ -73,7 +73,7 @@ def test_kernels_of_tokens_compile(name: str) -> None:
     constants = {key: value for key, value in sizes.items() if key in kernel.arg_names}
     kinds = dict.fromkeys(INTEGERS, "*i64") | dict.fromkeys(DOUBLES, "*fp64") | dict.fromkeys(constants, "constexpr")
     kinds |= dict.fromkeys(("start", "depth", "rank", "path_stride"), "i32") | (
-        {"result": "*i64"} if name == "_read_nodes" else {}
+        {"result": "*i64"} if name == "_read_nodes" else {"recursive": "*i1"}
     )
     signature = {key: kinds.get(key, "*fp32") for key in kernel.arg_names}
     ptx = compiled_for_a_gpu(kernel, signature, constants, {}, num_warps=4, enable_fp_fusion=False)["ptx"]
