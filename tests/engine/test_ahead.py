@@ -67,7 +67,7 @@ def context(number: int, length: int = 5) -> Context:
 
 @pytest.mark.parametrize("name", PROPOSERS)
 @pytest.mark.parametrize("options", [{}, {"capacity": 192, "prompt_rows": 16}], ids=["free", "preempted"])
-def test_outputs_are_those_of_an_engine_that_does_not(name: str, options: dict[str, Any]) -> None:
+def test_outputs_do_not_depend_on_running_ahead(name: str, options: dict[str, Any]) -> None:
     results = []
     for ahead in (False, True):
         engine = Engine(TARGET, PROPOSERS[name](), Fixed(4), max_sequences=4, ahead=ahead, **options)

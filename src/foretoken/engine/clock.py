@@ -5,8 +5,8 @@ import torch
 from foretoken.core.devices import TimeMark
 from foretoken.core.step import Timings
 
-# Marks of a step: its begin, the ends of drafting, pass and choice of tokens, then the begin and the ends of the parts
-# for which the tokens are there: verification and commit. The time between is the host's own.
+# Marks of a step: its begin, the ends of draft, pass and choice of tokens, then the begin of reading these, and the
+# ends of verification and commit. Between choice and reading the host may do other work, whose time does not count.
 MARKS = 7
 
 
@@ -35,7 +35,7 @@ class StepClock:
     def timings(self, batch: int, prompt_rows: int) -> Timings:
         """Ends the last part. Returns the times of all; the arguments are those of ``Timings``."""
         self.lap()
-        begin, drafted, scored, chosen, there, verified, committed = self._marks
-        verify = chosen.since(scored) + verified.since(there)
+        begin, drafted, scored, chosen, resumed, verified, committed = self._marks
+        verify = chosen.since(scored) + verified.since(resumed)
         parts = drafted.since(begin), scored.since(drafted), verify, committed.since(verified)
         return Timings(*parts, batch, prompt_rows, self.missed_tokens)

@@ -248,7 +248,7 @@ class Engine:
         return [*settled, *map(self._failure, failed)] if failed else settled
 
     def _runs(self, sequence: Sequence) -> bool:
-        """Returns whether a sequence of the launched step still runs: its text may have ended it, or its request."""
+        """Returns whether a sequence of the launched step still runs: its text or an abort may have ended it."""
         return self.running.get(sequence.context.id) is sequence
 
     def _verify(self, step: LaunchedStep) -> list[VerifiedDraft]:

@@ -79,7 +79,7 @@ class Stopping(ABC):
     def read(self, token: int) -> str | None:
         """Returns the finish reason if the text of a token ends the sequence, or ``push`` did, else None.
 
-        Called with each token after ``push``, perhaps after those of the same step.
+        Called once for each token, after ``push``, in engines that run ahead after all tokens of the step.
         """
         return None
 

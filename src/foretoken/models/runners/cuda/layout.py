@@ -24,8 +24,9 @@ from foretoken.models.runners.triton_kernels.steps import Steps, StepSizes, doub
 from foretoken.models.state.pages import PAGE
 
 MIN_KEYS, MIN_DEPTH = 512, 8  # doubled until all rows, or all trees, fit
-# Rows of passes whose padding is least, multiples of which more rows are padded to, and rows of passes with a graph.
-FEW_ROWS, MANY_ROWS, MAX_ROWS = 512, 128, 1024
+FEW_ROWS = 512  # up to these, rows are padded to multiples of ``FIXED_ROWS``
+MANY_ROWS = 128  # more rows are padded to multiples of this, so that fewer graphs are captured
+MAX_ROWS = 1024  # passes of more rows are not captured
 
 # Rows of the table: the fields of ``rows.PassRows``; in OUTPUTS, indices of rows of the pass; for nodes that only the
 # device has, their addresses and the bytes from a field to the next one. Pages follow the paths.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -51,13 +51,15 @@ class Walk:
         self._nodes: DraftNodes | None = None
         self.unread: UnreadDraft | None = request.unread if request.below else None
         self.law, self.ranks, self.deepest = None if self.unread is None else self.unread.source.law, 0, 0
+        self._rule: Callable[..., Verdict] = Walk._block
         if self.unread is not None and self.law is WithoutReplacementElsewhere:
             self.ranks, self.deepest = self.unread.source.siblings, self.unread.source.tree_depth - 1
             self.ranks += RECURSIVE * request.tokenwise
+            self._rule = Walk._recursive if request.tokenwise else Walk._traversal
         elif self.law is TopPlusSampledElsewhere:
-            self.ranks = ONE_SAMPLED
+            self.ranks, self._rule = ONE_SAMPLED, Walk._tokenwise
         elif self.law is not None and request.tokenwise:
-            self.ranks = TOKENWISE
+            self.ranks, self._rule = TOKENWISE, Walk._tokenwise
         depths = [request.index]
         if request.below:
             nodes = self._nodes = DraftNodes.from_address(request.below)
@@ -112,8 +114,7 @@ class Walk:
             described: log-probabilities, see ``_compute``.
             listed: number of tokens that are listed; -1 without log-probabilities.
         """
-        rules = (self._recursive, RECURSIVE), (self._traversal, 0), (self._block, -1), (self._tokenwise, TOKENWISE - 1)
-        path, chances = next(rule for rule, below in rules if self.ranks > below)(chosen, *zip(*measures, strict=True))
+        path, chances = self._rule(self, chosen, *zip(*measures, strict=True))
         self._accept(path, chosen[path[-1] + 1 if path else 0], chances[: len(self.tokens)])
         if self.request.top_count >= 0:
             self._describe(path, chosen, described, listed)

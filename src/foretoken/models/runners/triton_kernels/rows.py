@@ -95,9 +95,7 @@ class TreeRows:
     drafted: Tensor  # the token of each row, [R]
     children: Tensor  # the rows below each row in their order, -1 for none, [R, ranks]
     depths: Tensor  # [R]
-    recursive: (
-        Tensor  # bool, whether a tree is verified from the root down, so that every row begins with weight 1, [R]
-    )
+    recursive: Tensor  # bool, whether a row's tree is verified from the root down: the row begins with weight 1, [R]
     reached: Tensor  # weight with which a row is reached from that of its parent; 1 at the root, [R]
     weights: Tensor  # weight of a row before each of its children is rejected, and at last; 1 at first, [R, 1 + ranks]
     # mass of the excess over the draft's distribution, and of that distribution without the rejected child, [R, ranks]
