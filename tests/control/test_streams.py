@@ -12,6 +12,7 @@ from foretoken.core.errors import InvalidRequest
 
 from .replay import (
     BUNDLED,
+    DISPLACED,
     HEADED,
     KINDS,
     SCALED,
@@ -32,6 +33,7 @@ SETTINGS = {
     "bundled pair": ("bundled", BUNDLED),
     "bundled pair, 0.74 B": ("bundled", SCALED),
 }
+SLOWED = {**SETTINGS, "SmolLM2, head, displaced caches": ("smollm2", DISPLACED)}
 TEMPERATURES = (0.0, 1.0)
 SHORT, USUAL = 0.88, 0.97  # of the best constant length: at least, and in the median; a stream has 240 to 400 tokens
 
@@ -51,9 +53,9 @@ def test_the_policy_is_near_the_best_constant_length_of_each_stream(setting: str
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", SLOWED)
 def test_the_policy_is_never_slower_than_plain_decoding(setting: str, kind: str, temperature: float) -> None:
-    pair, machine = SETTINGS[setting]
+    pair, machine = SLOWED[setting]
     assert Replay.policy(machine).run(stream(pair, kind, temperature)).speedup > 0.98
 
 

@@ -10,7 +10,8 @@ from foretoken.costs.model import CostModel
 class Ledger:
     """Seconds that drafting may still lose.
 
-    A step with drafts is charged its seconds, less those in which plain decoding would have given the same tokens.
+    A step with drafts is charged its seconds, less those in which plain decoding would have given the same tokens; a
+    search in vain is charged its own, and the end of drafting what displaced caches cost the next plain steps.
     Losses are taken from the allowance, a small share of all time, and from earlier gains up to a limit. A step may
     draft only as much as would not overdraw the balance if every draft token were rejected. So a sequence takes at most
     the allowance longer, whatever the proposer does. Requests that ask for a draft length have it, and are not charged.
@@ -21,6 +22,7 @@ class Ledger:
     def __init__(self, allowance: float) -> None:
         self.allowance = allowance
         self.balance: float | None = None
+        self._drafted = False  # whether a model drafted in the last step
 
     def cap(self, costs: CostModel, batch: int) -> float:
         """Returns the seconds that the next step may lose."""
@@ -42,8 +44,14 @@ class Ledger:
             return
         balance = self.cap(costs, len(steps)) + self.allowance * steps[0].timings.total
         own = [step for context, step in zip(contexts, steps, strict=True) if context.depth is None]
-        if any(len(step.draft) for step in own):
+        drafted = any(step.levels for step in own)
+        if drafted or any(len(step.draft) for step in own):
             balance -= _loss(own, steps, plain, costs)
+        elif any(step.budget for step in own):  # a search in vain
+            balance -= steps[0].timings.propose
+        if self._drafted and not drafted:
+            balance -= costs.displacement.tail * plain
+        self._drafted = drafted
         self.balance = min(balance, costs.tuning.budget_steps * plain)
 
 

@@ -56,12 +56,14 @@ class Repetition:
     """Notices when a sequence repeats itself, for a look at a bit map per token (a Bloom filter of 2 to 4 bytes each).
 
     now: Whether the last tokens occurred before; wrongly so in a few per cent of cases.
+    began: Whether a passage did that is as long as few are by chance, and just became so long.
     """
 
-    _LENGTH, _BITS_PER_TOKEN = 3, 16
+    _LENGTH, _PASSAGE, _BITS_PER_TOKEN = 3, 6, 16
 
     def __init__(self) -> None:
-        self.now = False
+        self.now = self.began = False
+        self._repeated = 0  # tokens at the end that occurred before, beyond two
         self._bits = bytearray(2048)
         self._end = self._LENGTH
 
@@ -70,9 +72,12 @@ class Repetition:
         if 8 * len(self._bits) < self._BITS_PER_TOKEN * len(tokens):
             self._bits, self._end = bytearray(self._BITS_PER_TOKEN * len(tokens) // 4), self._LENGTH
         bits, size = self._bits, 8 * len(self._bits)
+        self.began = False
         for end in range(self._end, len(tokens) + 1):
             slot = hash(tuple(tokens[end - self._LENGTH : end])) % size
             self.now = bool(bits[slot >> 3] >> (slot & 7) & 1)
+            self._repeated = self._repeated + 1 if self.now else 0
+            self.began |= self._repeated == self._PASSAGE - self._LENGTH + 1
             bits[slot >> 3] |= 1 << (slot & 7)
         self._end = max(self._end, len(tokens) + 1)
 
@@ -97,7 +102,8 @@ class RequestDrafts:
 
     def searched_at(self, step: int) -> bool:
         """Returns whether text to copy is searched in a step."""
-        return self.next_search <= step or (self.repetition.now and self.next_repeat <= step)
+        repeats = self.repetition.now and (self.next_repeat <= step or self.repetition.began)
+        return self.next_search <= step or (repeats and self.next_repeat < math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,7 @@ class DraftPolicy(Controller):
         self._priced: tuple[int, int, list[float], list[float]] = (0, 0, [], [])  # step, batch, seconds, prices
         self._budgets: list[int] = []
         self._drafted = False
+        self._batch = 0  # requests in the step
 
     def bound(
         self, max_tokens: int, ledger: Ledger | None = None, memory: MemoryWatch | None = None, constant: bool = False
@@ -161,6 +168,7 @@ class DraftPolicy(Controller):
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         self.step += 1
         limits = caps(contexts, max_draft_tokens, self.max_tokens, self.memory)
+        self._batch = len(contexts)
         due = any(budgets := requested(contexts, limits)) or not self.costs.plain_due(len(contexts))
         # One request's decision delays all requests, so a batch without drafts decides in one of a few steps.
         held = not self._drafted and len(contexts) > 1 and self.step % self.tuning.hold_steps != 0
@@ -189,7 +197,7 @@ class DraftPolicy(Controller):
             batch: Number of requests in the step.
         """
         states = [self._model(source, context) for context in contexts]
-        allowed = self._allowed(batch)
+        allowed = self._allowed(batch) - self.costs.displacement.tail * self.costs.plain_seconds(batch)
         if any(state.until <= self.step for state in states) or self._worst > allowed:
             for context in contexts:
                 self._learn(context)
@@ -209,7 +217,7 @@ class DraftPolicy(Controller):
 
     def searches(self, context: Context) -> bool:
         """Returns whether the sources that copy text are searched for a request in this step."""
-        return self._request(context).searched_at(self.step)
+        return self._request(context).searched_at(self.step) and self._affords_search()
 
     def keep(self, weights: Sequence[float], budget: int, batch: int) -> tuple[list[int], float]:
         """Returns the nodes of a merged draft that are verified, the best first, and their expected net tokens.
@@ -259,7 +267,7 @@ class DraftPolicy(Controller):
             values[repeats] += (value - values[repeats]) * weight
         price = self._speedup() * self._tokens_in(self.costs.search_seconds, batch)
         state.failures = self._failures = 0 if state.search_values[repeats] > price else state.failures + 1
-        longest = max(wait, 2 * price / self.tuning.margin_tokens)  # steps: searches in vain cost half the margin
+        longest = max(wait, 4 * price / self.tuning.margin_tokens)  # steps: searches in vain cost a quarter of it
         state.next_repeat = self.step + min(2**state.failures, longest)
         if not repeats or not state.failures:
             state.next_search = self.step + min(2**state.failures, 8 * wait)
@@ -412,7 +420,9 @@ class DraftPolicy(Controller):
         model = state.model
         if state.next_repeat < math.inf:
             state.repetition.update(context.tokens)
-        return state.searched_at(self.step) or (model is not None and (model.length > 0 or model.until <= self.step))
+        if model is not None and (model.length > 0 or model.until <= self.step):
+            return True
+        return state.searched_at(self.step) and self._affords_search()
 
     def _tokens_in(self, seconds: float, batch: int) -> float:
         """Returns the number of tokens that plain decoding of ``batch`` requests yields in ``seconds``."""
@@ -449,6 +459,11 @@ class DraftPolicy(Controller):
     def _allowed(self, batch: int) -> float:
         """Returns the seconds that the step may lose."""
         return self.ledger.cap(self.costs, batch) if self.ledger else math.inf
+
+    def _affords_search(self) -> bool:
+        """Returns whether the step may lose what a search takes, and a draft of what it finds."""
+        worst = self._prices(self._batch)[0][: self.tuning.trial_tokens + 1][-1]
+        return self._allowed(self._batch) > self.costs.search_seconds + worst
 
     def _prices(self, batch: int) -> tuple[list[float], list[float]]:
         """Returns the seconds of 0, 1, ... further rows for each request of a step, and their price in tokens."""

@@ -1,62 +1,61 @@
-"""Seconds that a pass takes longer because the drafting before it displaced the target's weights from caches."""
+"""Slowdown of passes because the drafting before them displaced the target's weights from caches."""
 
 from foretoken.costs.tuning import Tuning
 
 
 class Displacement:
-    """Learns these seconds by comparing the first plain step after drafting with a later one of the same run.
+    """Learns the slowdown from the first passes after a settled step, while the speed of the machine is known.
 
-    Steps between these two are not learned from, because the caches fill again. Both are near in time, so the machine
-    mostly has the same speed, and where it has not, the error has no preferred sign.
+    The caches fill again within ``settle_steps``: the excess falls about quadratically.
 
     Attributes:
         since: Steps since a model drafted, or prefill displaced the weights.
-        filling: Whether the caches were filling during the last step.
+        passes: Passes behind drafting since a settled step was timed.
+        level: Speed of the machine at that step, see ``CostModel.level``.
     """
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
-        self.since, self.filling, self._skipped = tuning.settle_steps, False, 0
-        self._seconds, self._comparisons = 0.0, 0
-        self._first = (0, 0.0)  # the last first step that was not compared yet: requests, seconds
-        self._waited = self._run = 0  # steps with drafts and behind them since a comparison; those of the next one
+        self._ratio, self._weight = 1.0, float(tuning.wait_steps)
+        self.since, self.passes, self.level = tuning.settle_steps, 0, 1.0
 
-    def count(self, drafted: bool, prefilled: bool, rare: float) -> None:
-        """Counts a step, before anything else is learned from it.
+    @property
+    def settled(self) -> bool:
+        """Whether the caches were full during the last step."""
+        return self.since >= self._tuning.settle_steps
 
-        Args:
-            drafted: Whether a model drafted in it.
-            prefilled: Whether it had prefill.
-            rare: Number of steps in which a plain one costs as much as it may.
-        """
+    @property
+    def factor(self) -> float:
+        """Seconds of the last step's pass, relative to a settled one."""
+        left = 1.0 - min(1.0, self.since / self._tuning.settle_steps)
+        return 1.0 + max(0.0, self._ratio - 1.0) * left * left
+
+    @property
+    def certainty(self) -> float:
+        """Share of the passes that make the ratio known."""
+        return min(1.0, self._weight / (4 * self._tuning.wait_steps))
+
+    @property
+    def tail(self) -> float:
+        """Plain steps by which those that follow drafting take longer, all together."""
+        return max(0.0, self._ratio - 1.0) * self._tuning.settle_steps / 3
+
+    def count(self, drafted: bool, prefilled: bool) -> None:
+        """Counts a step, before anything else is learned from it: whether a model drafted, whether it had prefill."""
         self.since = 0 if drafted else 1 if prefilled else self.since + 1
-        if prefilled:
-            self._first = 0, 0.0
-        settled = not 1 < self.since < self._tuning.settle_steps
-        self._skipped = 0 if settled or self._skipped == self._tuning.settle_steps else self._skipped + 1
-        self.filling = self._skipped > 0  # not for ever, where others' prefill follows prefill
-        self._waited += bool(drafted or self._waited)
-        self._run = self._run + 1 if self.due(rare) else 0
-        if self._tuning.settle_steps in (self._run, self.since):
-            self._waited = self._run = 0
 
-    def due(self, rare: float) -> bool:
-        """Returns whether plain steps have to follow each other, of which two can be compared; see ``count``."""
-        steps = self._tuning.settle_steps
-        return self._waited >= steps * self._tuning.refresh_steps + (steps if self._comparisons else 1) * rare
+    def settle(self, level: float) -> None:
+        """Notes that a settled step was timed."""
+        self.passes, self.level = 0, level
 
-    def of(self, seconds: float) -> float:
-        """Returns the part of the last step's ``seconds`` that displaced caches caused."""
-        longest = (1.0 - 1.0 / self._tuning.clip_ratio) * seconds
-        return max(0.0, min(self._seconds, longest)) if self.since < 2 else 0.0
+    def learn(self, ratio: float) -> None:
+        """Receives the seconds of a pass behind drafting, relative to a settled one of its size at ``level``."""
+        self.passes += 1
+        if self.passes <= self._tuning.wait_steps:
+            self._weight = min(self._weight + 1, self._tuning.memory_steps)
+            self._ratio += (max(0.5, min(ratio, 2.0)) - self._ratio) / self._weight
 
-    def compare(self, batch: int, seconds: float) -> None:
-        """Receives the seconds of a plain step of ``batch`` requests, unless the caches were filling."""
-        ratio = self._tuning.clip_ratio
-        if self.since == 1:
-            self._first = batch, seconds
-        elif self._first[0] == batch:
-            longer = min(max(self._first[1] / seconds, 1.0 / ratio), ratio) - 1.0
-            self._comparisons = min(self._comparisons + 1, self._tuning.wait_steps)
-            self._seconds += (longer * seconds - self._seconds) / (self._comparisons + 1)
-            self._first = 0, 0.0
+    def calibrate(self, ratio: float, level: float) -> None:
+        """Replaces what was learned in the warm-up by the ratio of its medians."""
+        self.settle(level)
+        self._ratio, self._weight = ratio, 4.0 * self._tuning.wait_steps

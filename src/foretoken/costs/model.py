@@ -35,7 +35,7 @@ class CostModel:
         self.drafting = DraftingTimes(tuning)
         self.search_seconds = 0.0
         self._disturbed = 0  # disturbed passes in a row
-        self._since_plain = 0  # steps since a plain one was timed
+        self._since_plain = self._since_settled = 0  # steps since a plain one, since a settled one was timed
         self._first_steps = tuning.trusted_steps + tuning.weak_steps  # plain ones: one alone may be disturbed
         self.displacement = Displacement(tuning)
         self._speedup = 1.0  # moving average over the steps with drafts
@@ -53,21 +53,24 @@ class CostModel:
         batch, drafted = len(steps), sum([len(step.draft.ids) for step in steps])
         levels = [step.levels for step in drafting if step.levels]
         decode_only = is_decode_only(steps)
-        self.displacement.count(bool(levels), not decode_only, self._rare_steps)
-        displaced = self.displacement.of(timings.total - timings.propose)
+        self.displacement.count(bool(levels), not decode_only)
+        pass_seconds = timings.total - timings.propose
+        if decode_only and levels and (expected := self.displacement.level * self._passes.at(batch + drafted)):
+            self.displacement.learn(pass_seconds / expected)
+        factor = self.displacement.factor
         if decode_only:
-            self._since_plain += 1
-            if not self.displacement.filling or self._plain.weight <= self._first_steps:
-                level = self.level  # a pass of a size that is rare changes it for a moment
-                self.observe_pass(batch + drafted, timings.total - timings.propose - displaced)
-                if not drafted and not drafting:
-                    self._observe_plain(batch, timings.total, (timings.total - displaced) / level)
+            self._since_plain, self._since_settled = self._since_plain + 1, self._since_settled + 1
+            level = self.level  # a pass of a size that is rare changes it for a moment
+            self.observe_pass(batch + drafted, pass_seconds / factor)
+            if not drafted and not drafting:
+                self._observe_plain(batch, timings.total / factor / level)
         if not drafting:
             return
         # A chain that ended at once took its time. Where nothing says that a pass was made, the model was not ready.
         if levels and (drafted or any(step.draft.levels for step in drafting)):
+            displaced = pass_seconds * (1.0 - 1.0 / factor)
             self.drafting.observe(max(levels), len(levels), timings.propose + displaced, timings.missed_tokens)
-        if not levels:
+        if not levels and self.displacement.settled:
             self._observe_search(len(drafting), timings, 0.0 if drafted else self.plain_seconds(batch))
         if drafted:
             plain = self.plain_seconds(batch)
@@ -82,13 +85,16 @@ class CostModel:
         added = min(timings.total - plain, (self.tuning.clip_ratio - 1.0) * plain)
         self.search_seconds += 0.1 * (max(timings.propose, added) / count - self.search_seconds)
 
-    def _observe_plain(self, batch: int, taken: float, seconds: float) -> None:
-        """Learns from a plain step that took ``taken`` seconds: ``seconds`` at level 1 without displaced caches."""
-        if self._since_plain >= self.tuning.refresh_steps:
+    def _observe_plain(self, batch: int, seconds: float) -> None:
+        """Learns from a plain step that took ``seconds`` at level 1."""
+        settled = self.displacement.settled
+        if (self._since_settled if settled else self._since_plain) >= self.tuning.refresh_steps:
             self._plain.discount(self.tuning.trusted_steps)
         self._plain.add(batch, seconds)
         self._since_plain = 0
-        self.displacement.compare(batch, taken)
+        if settled:
+            self._since_settled = 0
+            self.displacement.settle(self.level)
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Learns from one pass. An unusual time of a known size is attributed to the speed of the machine."""
@@ -105,25 +111,41 @@ class CostModel:
             self.level *= seconds / fewer
         self._passes.add(rows, seconds / self.level)
 
-    def calibrate(self, passes: Mapping[int, float], drafting: Mapping[int, float], missed: float = math.inf) -> None:
+    def calibrate(
+        self,
+        passes: Mapping[int, float],
+        drafting: Mapping[int, float],
+        missed: float = math.inf,
+        settled: float = math.inf,
+    ) -> None:
         """Replaces what was learned in the warm-up by its medians, which count until real steps show better ones.
 
         Args:
             passes: Seconds by rows.
             drafting: Seconds of one request's draft by depth.
             missed: Maximum seconds of a missed token.
+            settled: Seconds of a plain step long after drafting, if the passes were timed behind drafting.
         """
+        ratio = 1.0
+        if known := settled < math.inf and 1 in passes:
+            ratio = max(1.0, min(passes[1] / settled, 2.0))
+            self.displacement.calibrate(ratio, self.level)
         for rows, seconds in passes.items():
-            self._passes.put(rows, seconds / self.level)
-        self.drafting.calibrate(drafting, missed)
+            self._passes.put(rows, seconds / ratio / self.level)
+        share = 1.0 - 1.0 / ratio  # of passes behind drafting: a cost of drafting
+        drafts = {depth: seconds + share * passes.get(depth + 1, 0.0) for depth, seconds in drafting.items()}
+        self.drafting.calibrate(drafts, missed)
         self.discount()
+        if known:
+            self._plain = Curve(tuning=self.tuning)
+            self._plain.add(1, settled / self.level)
 
     def discount(self) -> None:
         """Lets everything learned so far count little beside what follows."""
         self._passes.discount(self.tuning.trusted_steps)
         self._plain.discount(self.tuning.weak_steps)
         self.drafting.discount()
-        self._since_plain = 0
+        self._since_plain = self._since_settled = 0
 
     def describe(self) -> dict[str, Any]:
         """Returns the measured seconds, as JSON: seconds at the machine's present speed.
@@ -172,11 +194,11 @@ class CostModel:
         enough = 1.0 if self._plain.weight > first else first
         if self._plain.weight_of(batch) < enough and self._plain.weight_near(batch, batch // 8) < enough:
             return True
-        if self.displacement.due(self._rare_steps):
-            return True
-        return self._since_plain >= tuning.refresh_steps + self._rare_steps
+        every, steps = self._plain_every, tuning.settle_steps
+        settles = self.displacement.passes > 0 and self._since_settled >= steps * every * self.displacement.certainty
+        return settles or self._since_plain >= every
 
     @property
-    def _rare_steps(self) -> float:
-        """Number of steps in which a plain one costs the share of speculation's gain that timing may cost."""
-        return max(0.0, self._speedup - 1.0) / self.tuning.timing_share
+    def _plain_every(self) -> float:
+        """Number of steps between two timed plain ones: their time is at most a share of speculation's gain."""
+        return self.tuning.refresh_steps + max(0.0, self._speedup - 1.0) / self.tuning.timing_share

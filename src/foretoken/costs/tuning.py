@@ -12,7 +12,7 @@ class Tuning:
     ``memory_steps``, ``hold_steps`` and ``trial_tokens`` were measured with SmolLM2 on chat prompts and two Zen 5 cores
     of a shared machine: with 24, 4 and 4, which follow noise, decoding was 4 % slower at temperature 0 and 3 % at
     temperature 1. ``settle_steps`` is for two cores of a Xeon, where SmolLM2's first plain steps after drafting take
-    3.6, 3.3, 3.1, 3.0, 2.9 and 2.85 ms.
+    5.1, 4.8, 4.6, 4.3, 3.9, 4.0, 3.8, 3.5, 3.4, 3.3, 3.2 and 3.1 ms.
     """
 
     # Costs.
@@ -24,7 +24,7 @@ class Tuning:
     outlier_ratio: float = 4.0  # times the expected seconds: other programs ran during the step
     row_share: float = 0.03  # of one row's time that a further row takes while one size is known; typical of CPUs
     refresh_steps: int = 4  # steps with drafts, at least, between two plain ones
-    settle_steps: int = 6  # steps after drafting by a model until caches hold the target's weights again: see above
+    settle_steps: int = 12  # steps after drafting by a model until caches hold the target's weights again: see above
     timing_share: float = 0.005  # of the tokens gained by speculation that timing plain steps may cost
 
     # Acceptance.

@@ -40,6 +40,7 @@ class _Script(Controller):
     Attributes:
         passes: Seconds by rows.
         drafting: Seconds by depth, after the proposer's cache is up to date.
+        settled: Fewest seconds of the last plain steps, if ``settle_steps`` of them followed each other.
     """
 
     def __init__(self, depths: Sequence[int], costs: CostModel, synthetic: bool = False) -> None:
@@ -47,6 +48,8 @@ class _Script(Controller):
         self.depths, self.costs, self._costs = list(depths), costs, costs
         self.passes: dict[int, list[float]] = defaultdict(list)
         self.drafting: dict[int, list[float]] = defaultdict(list)
+        self.settled = math.inf
+        self._plain = 0  # plain steps since a draft
         self._depth, self._skip, self._end = 0, len(_FIRST), time.perf_counter() + _SECONDS
 
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
@@ -62,6 +65,11 @@ class _Script(Controller):
         if self._skip >= 0:
             return
         timings = steps[0].timings
+        self._plain = 0 if self._depth else self._plain + 1
+        if self._plain > self._costs.tuning.settle_steps - _SWEEPS:
+            self.settled = min(self.settled, timings.total)
+        if self._plain > 1:
+            return
         self.passes[sum(len(step.draft) + 1 for step in steps)].append(timings.total - timings.propose)
         if self._depth:
             self.drafting[self._depth].append(timings.propose)
@@ -100,8 +108,9 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
         max_tokens: Largest draft length.
     """
     sweep = [depth for depth in (*_COARSE, *_FINE) if depth <= max_tokens]
-    emitted = sum(depth + 1 for depth in sweep)
+    emitted, settling = sum(depth + 1 for depth in sweep), [0] * costs.tuning.settle_steps
     space = target.max_length - max_tokens - 1 - sum(_FIRST) - len(_FIRST)
+    space -= len(settling)
     sweeps = min(_SWEEPS, (space - 32) // emitted)
     if sweeps < 1 or not max_tokens:
         return
@@ -118,11 +127,11 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
         # Memory is allocated in the first run, which makes missed tokens look slow, as a slow moment does.
         first = CostModel()
         _run(target, timed, _Script(_FIRST, first), length)
-        script = _Script([*_FIRST, *(sweep * sweeps)], costs)
+        script = _Script([*_FIRST, *(sweep * sweeps), *settling], costs)
         _run(target, timed, script, length)
         drafting = {depth: min(seconds) for depth, seconds in script.drafting.items()}  # others caused the rest
         passes, missed = passes or script.pass_seconds, first.drafting.missed(1) or missed
-    costs.calibrate(passes, drafting, missed)
+    costs.calibrate(passes, drafting, missed, script.settled)
 
 
 def _run(target: Model, proposer: Proposer, script: _Script, length: int) -> None:

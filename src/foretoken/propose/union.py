@@ -92,6 +92,9 @@ class DraftUnion:
         )
 
 
+_NOTHING_FOUND = Draft((), (), levels=0)
+
+
 @dataclass(frozen=True, slots=True)
 class UnionMember:
     """A member of a union."""
@@ -182,7 +185,8 @@ class Union(Proposer):
                     request.union.add(draft, record.add(draft, len(request.context.tokens)), source.name)
         for request, due in zip(requests, searched, strict=True):
             if due and request.context.depth is None:
-                self._keep(request, batch)
+                if request.union.tokens:
+                    self._keep(request, batch)
                 self.policy.searched(request.context, request.value if self.copies else None, batch)
 
     def _keep(self, request: Merge, batch: int) -> None:
@@ -224,8 +228,8 @@ class Union(Proposer):
         """Returns the draft of one request, for which the model was to draft ``length`` tokens."""
         context, union = request.context, request.union
         ready = bool(draft.limit or draft.levels)  # otherwise the model had to process more of the text first
-        if length and not ready and not union.tokens:
-            return draft
+        if not union.tokens and not (length and ready):
+            return draft if length else _NOTHING_FOUND
         if length and ready and self.model:
             name, free = self.model.name, context.depth is None
             # A chain with an end is profitable. To look at a draft on a device takes more time than its rows.
