@@ -109,7 +109,7 @@ class PackedWeights(StoredTensors):
         endings = {"mxfp4": ("_blocks", "_scales")}.get(s.method, tuple(f".{p}" for p in (*_PARTS, *_TRANSPOSED_PARTS)))
         stems = [name.removesuffix(suffix) for name in shapes if name.endswith(suffix)]
         hidden = {stem + part for stem in stems for part in endings}
-        self._stems = {_plain(stem, s.method): stem for stem in stems}
+        self._stems = {stem if s.method == "mxfp4" else f"{stem}.weight": stem for stem in stems}
         plain = {name: shape for name, shape in shapes.items() if name not in hidden}
         self.shapes = plain | {name: self._matrix(name).shape for name in self._stems}
 
@@ -139,10 +139,6 @@ class PackedWeights(StoredTensors):
                 f"the packed matrix {stem!r} is not complete, or its parts do not belong together ({error}); its "
                 f"checkpoint says {self._settings}"
             ) from None
-
-
-def _plain(stem: str, method: str) -> str:
-    return stem if method == "mxfp4" else f"{stem}.weight"
 
 
 def _compressed(weights: Mapping[str, Tensor], stem: str, s: PackedSettings) -> PackedMatrix:

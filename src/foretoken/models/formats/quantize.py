@@ -25,7 +25,7 @@ from torch import Tensor
 CENTRE = 128  # the zero of codes of eight bits that hold signed levels
 NARROW = 32  # likewise for codes of six bits
 _AT_ONCE = 2**20  # weights quantized or dequantized at once, so that no float32 copy of a matrix is made
-_TINY = 1e-30
+_TINY = 1e-30  # largest magnitude of a row of zeros, to divide by
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,6 @@ def half_powers(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 DEFAULT_GROUP = 32  # group of "int4"
 LIMIT = 127.0  # symmetric: -128 is not used
-# largest magnitude of a row of zeros, to divide by
 _INT8_AT_ONCE = 2**18  # weights quantized at once, so that no float32 copy of a whole matrix is made
 
 

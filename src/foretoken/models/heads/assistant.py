@@ -277,8 +277,7 @@ class AssistantNet(FeatureNet):
         if logits is None:
             assert self._clusters is not None
             logits = clustered(normed, self._vocabulary, self._clusters)
-        counts = [len(row_tokens) for row_tokens in tokens]
-        return list(logits.split(counts)), list(self._back(normed).split(counts))
+        return list(logits.split(plan.output_counts)), list(self._back(normed).split(plan.output_counts))
 
 
 def target_layers(assistant: Architecture, target: Architecture) -> list[int]:
@@ -319,7 +318,6 @@ def clustered(states: Tensor, vocabulary: Tensor, clusters: Clusters) -> Tensor:
 def _plan(handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], features: Tensor) -> PassPlan:
     """Returns the pass: each row at the position of its sequence's newest token, whose cache row is free."""
     positions = [handle.place if isinstance(handle, AssistantHandle) else 0 for handle in handles]
-    rows = sum(map(len, tokens))
     return PassPlan(
         tokens=[token for row_tokens in tokens for token in row_tokens],
         positions=[position for position, row_tokens in zip(positions, tokens, strict=True) for _ in row_tokens],
@@ -327,7 +325,7 @@ def _plan(handles: Sequence[HeadHandle], tokens: Sequence[Sequence[int]], featur
             Part(handle.slot, position, len(row_tokens), position + len(row_tokens), Draft.empty())
             for handle, position, row_tokens in zip(handles, positions, tokens, strict=True)
         ],
-        outputs=list(range(rows)),
+        outputs=list(range(len(features))),
         output_counts=[len(row_tokens) for row_tokens in tokens],
         reach=max(positions) + 1,
         features=features,

@@ -233,9 +233,9 @@ class EagleNet(FeatureNet):
         state = head.layers if head.norm_output else head.layers + 1
         layers = [layer_weights(head.tensors, i, dtype, quantizer) for i in range(head.layers)]
         quantized = vocabulary.to(dtype) if quantizer is None else quantizer(vocabulary)
-        norm = self._norm("norm") if self.joined or head.norm_output else None
+        norm = norm_weight(head.tensors, "norm") if self.joined or head.norm_output else None
         ends = Ends(self._embedding, norm, quantized)
-        entry = Entry(self.joined, self._norm("layers.0.hidden_norm"), head.norm_before_residual)
+        entry = Entry(self.joined, norm_weight(head.tensors, "layers.0.hidden_norm"), head.norm_before_residual)
         if self.joined:
             norms = [[NormWeight(norm) for norm in group] for group in self._norms]
             layers_read = fc.shape[1] // head.target_hidden
@@ -271,7 +271,7 @@ class EagleNet(FeatureNet):
             return taps
         for norms in self._norms:
             parts = zip(taps.chunk(len(norms), dim=-1), norms, strict=True)
-            taps = torch.cat([self._normalize(part, norm) for part, norm in parts], dim=-1)
+            taps = torch.cat([F.rms_norm(x.float(), w.shape, w, self._eps).to(x.dtype) for x, w in parts], dim=-1)
         return self._multiply(taps)
 
     def _entering(self, tokens: Sequence[int], features: Tensor) -> Tensor:
@@ -286,14 +286,8 @@ class EagleNet(FeatureNet):
 
     # weights
 
-    def _norm(self, name: str) -> NormWeight | None:
-        return norm_weight(self.head.tensors, name)
-
     def _norm_names(self) -> list[list[str]]:
         """Returns the norms of a row's states, one after another, of all states or of each layer's."""
         count = self.head.tensors["fc.weight"].shape[-1] // self.head.target_hidden
         before = [["input_norm"]] if self.head.norm_before_fc else []
         return before + ([[f"fc_norm.{i}" for i in range(count)]] if self.head.fc_norm else [])
-
-    def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), weight.shape, weight, self._eps).to(x.dtype)

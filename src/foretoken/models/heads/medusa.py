@@ -223,12 +223,8 @@ def read_blockwise(path: Path) -> BlockwiseHeads:
 def write_blockwise(heads: BlockwiseHeads) -> Written:
     tensors: dict[str, Tensor] = {}
     for i, head in enumerate(heads.heads):
-        tensors |= {
-            f"heads.{i}.up.weight": head.up,
-            f"heads.{i}.up.bias": head.up_bias,
-            f"heads.{i}.down.weight": head.down,
-            f"heads.{i}.down.bias": head.down_bias,
-        }
+        parts = {"up.weight": head.up, "up.bias": head.up_bias, "down.weight": head.down, "down.bias": head.down_bias}
+        tensors |= {f"heads.{i}.{part}": tensor for part, tensor in parts.items()}
     inner = heads.heads[0].up.shape[0]
     sizes = {"hidden_size": heads.hidden, "intermediate_size": inner, "num_heads": heads.depth}
     return {"model_type": MODEL_TYPE, **sizes}, tensors
@@ -267,11 +263,9 @@ class MedusaNet:
         if len(self._own) == self.depth:
             logits = torch.stack([m(states[:, i].contiguous()) for i, m in enumerate(self._own)], dim=1)
         else:
-            shared = self._unembed if not self._own else lambda flat: self._own[0](flat)
+            shared = self._own[0] if self._own else self._unembed
             logits = shared(states.flatten(0, 1).contiguous()).view(len(rows), self.depth, -1)
-        return self._spread(on_host(logits.float()))
-
-    def _spread(self, logits: Tensor) -> Tensor:
+        logits = on_host(logits.float())
         if self._tokens is None:
             return logits
         spread = logits.new_full((*logits.shape[:2], self._heads.vocab), -torch.inf)

@@ -80,7 +80,6 @@ def generated(target: Model, tokenizer: Any, layers: Sequence[int]) -> tuple[lis
     """Returns prompts with greedy continuations of ``TOKENS`` tokens, and the target's hidden states by layer.
 
     The last token of each has no hidden states.
-
     """
     prompts = _prompts(tokenizer, target.vocab_size)
     handles = [target.open(prompt) for prompt in prompts]

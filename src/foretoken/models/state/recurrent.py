@@ -144,14 +144,14 @@ class RecurrentStates:
             assert max(used, default=-1) < slot.capacity, "a row has no place in the log"
 
     def _plan(self, plan: ReplayPlan, part: Rows, base: int, take: TakeSnapshots) -> None:
-        slot, root = self.slot(part.slot), part.nodes_at - 1
+        slot, root, shape = self.slot(part.slot), part.nodes_at - 1, self.shape
         start = slot.position
         assert start >= 0 and start <= min(part.first, root) and part.first <= start + len(slot.held), (
             "a pass needs a state that is not there"
         )
         del slot.held[part.first - start :]  # their rows are computed again
         span = ReplaySpan(start, slot.held, slot.window, base, part.first, part.count, root, part.draft)
-        kept = self.shape.window + span.end - root
+        kept = shape.window + span.end - root
         self._allocate(slot, len(slot.held) + len(slot.window) + kept)
         taken = take(part.slot, start, root)
         numbers = {rows: len(plan.snapshots) + number for number, rows in enumerate(taken)}
@@ -159,23 +159,18 @@ class RecurrentStates:
         before = span.before
         for rows, before in fold(plan, span, numbers):
             if rows in taken:
-                self._move_window(plan, before, taken[rows])
+                at = taken[rows] + shape.layers * shape.state * FLOAT
+                for number, row in enumerate(before):
+                    plan.move(row, at + number * shape.inputs * FLOAT, shape.window)
         branch(plan, span, before)
         coded = [*before, *map(span.encoded, range(root, span.end))]
         places = self._places(plan, slot, coded)
-        window = self.shape.window
-        self._after.append((slot, root, places[window:], places[:window]))
+        self._after.append((slot, root, places[shape.window :], places[: shape.window]))
         slot.position = -1
         plan.states.append(slot.state)
         plan.logs.append(slot.log)
         plan.log_rows.append(slot.capacity)
         plan.first_step.append(len(plan.sources))
-
-    def _move_window(self, plan: ReplayPlan, before: Sequence[int], snapshot: int) -> None:
-        shape = self.shape
-        at = snapshot + shape.layers * shape.state * FLOAT
-        for number, row in enumerate(before):
-            plan.move(row, at + number * shape.inputs * FLOAT, shape.window)
 
     def _places(self, plan: ReplayPlan, slot: RecurrentSlot, rows: Sequence[int]) -> list[int]:
         """Returns the rows in the log of encoded rows. Rows of the pass get rows that nothing in the pass reads."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from foretoken.core.draft import Draft
@@ -23,12 +24,7 @@ OWN, ZEROS, NOWHERE = -1, -2, -2
 NOTHING = -(2**31)  # inputs of rows before the first one
 
 
-def _ints() -> array[int]:
-    return array("i")
-
-
-def _words() -> array[int]:
-    return array("Q")
+_ints, _words = partial(array, "i"), partial(array, "Q")
 
 
 class Rows(Protocol):

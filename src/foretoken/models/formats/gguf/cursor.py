@@ -90,11 +90,11 @@ class Cursor:
         start = self.at
         if kind == _T.ARRAY:
             raise damaged(self.path, "its metadata has an array of arrays")
-        if kind != _T.STRING:
+        if kind == _T.STRING:
+            for _ in self._lengths(count):
+                pass
+        else:
             self._skip(count * struct.calcsize(_FORMATS[kind]))
-            return StoredArray(kind, count, start)
-        for _ in self._lengths(count):
-            pass
         return StoredArray(kind, count, start)
 
     def _lengths(self, count: int) -> Iterator[int]:

@@ -2,8 +2,7 @@
 
 Every count, length and offset is compared with the file's size before it is used, so a damaged or hostile header gives
 an error and never memory beyond the file. Arrays (a vocabulary has 100,000 strings) are decoded on access. The format
-is
-described in ggml's ``docs/gguf.md``.
+is described in ggml's ``docs/gguf.md``.
 """
 
 import math
