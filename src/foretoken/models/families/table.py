@@ -8,15 +8,23 @@ from foretoken.models.families.classic import CLASSIC, LAYER_NORM_EPS, layer_nor
 from foretoken.models.families.family import CHUNKED, Family
 from foretoken.models.families.hybrids import HYBRID, LLAMA, MULTIPLIERS
 from foretoken.models.families.latent import LATENT
-from foretoken.models.families.layers import POST, SANDWICH, WITH_ATTENTION
+from foretoken.models.families.layers import POST, PRE, SANDWICH, WITH_ATTENTION
 
 _WINDOWS: dict[str, Any] = {"use_sliding_window": True}
 _WINDOW = _WINDOWS | {"sliding_window": 4096}
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA2 = _GEMMA | _WINDOW | {"query_pre_attn_scalar": 256}
-_CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA_ACTIVATION = {"hidden_act": "hidden_activation"}
 _SANDWICH_NAMES = replace(LLAMA, mlp_norm="pre_feedforward_layernorm")
+_GEMMA2_FAMILY = Family(
+    names=_SANDWICH_NAMES,
+    aliases=_GEMMA_ACTIVATION,
+    defaults=_GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    norms=SANDWICH,
+    norm_offset=1.0,
+    kinds=fields.every(2),
+    fields=fields.gemma2,
+)
 _GEMMA4 = Family(
     names=replace(_SANDWICH_NAMES, scalar="layer_scalar"),
     aliases=_GEMMA_ACTIVATION,
@@ -30,8 +38,16 @@ _GEMMA4 = Family(
     fields=fields.gemma4,
     refuses=fields.gemma4_refuses,
 )
-_COHERE = {"tie_word_embeddings": True, "logit_scale": 0.0625, "rms_norm_eps": 1e-5}
-_SHARED_NORM = replace(LLAMA, mlp_norm="input_layernorm")
+_COHERE_DEFAULTS = {"tie_word_embeddings": True, "logit_scale": 0.0625, "rms_norm_eps": 1e-5}
+_COHERE = Family(
+    names=replace(LLAMA, mlp_norm="input_layernorm"),
+    aliases=LAYER_NORM_EPS,
+    defaults=_COHERE_DEFAULTS | {"rope_theta": 5e5},
+    centered=True,
+    parallel=True,
+    paired=True,
+    fields=fields.cohere,
+)
 _GLM = {"head_dim": 128, "partial_rotary_factor": 0.5}
 _FUSED_MLP = replace(LLAMA, up=("mlp.gate_up_proj",))
 _UNGATED = replace(LLAMA, up=("mlp.up_proj",))
@@ -94,15 +110,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True}, kinds=fields.smollm3_kinds, fields=fields.smollm3
     ),
     "gemma": Family(defaults=_GEMMA, norm_offset=1.0, fields=fields.gemma),
-    "gemma2": Family(
-        names=_SANDWICH_NAMES,
-        aliases=_GEMMA_ACTIVATION,
-        defaults=_GEMMA2 | _CAPPED,
-        norms=SANDWICH,
-        norm_offset=1.0,
-        kinds=fields.every(2),
-        fields=fields.gemma2,
-    ),
+    "gemma2": _GEMMA2_FAMILY,
     "gemma3_text": Family(
         names=_SANDWICH_NAMES,
         aliases=_GEMMA_ACTIVATION,
@@ -118,14 +126,7 @@ FAMILIES: dict[str, Family] = {
         _GEMMA4, defaults={**_GEMMA4.defaults, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
     ),
     "gemma4_unified_text": replace(_GEMMA4, defaults={**_GEMMA4.defaults, "sliding_window": 1024}),
-    "vaultgemma": Family(
-        names=_SANDWICH_NAMES,
-        aliases=_GEMMA_ACTIVATION,
-        defaults=_GEMMA2 | _CAPPED,
-        norm_offset=1.0,
-        kinds=fields.every(2),
-        fields=fields.gemma2,
-    ),
+    "vaultgemma": replace(_GEMMA2_FAMILY, norms=PRE),
     "ministral": Family(defaults=_WINDOW, kinds=fields.sliding_if_set),
     "ministral3": Family(defaults=_WINDOWS | {"head_dim": 128}, kinds=fields.sliding_if_set, fields=fields.ministral3),
     "olmo": Family(defaults={"rms_norm_eps": 1e-5}, centered=True, weightless=True, fields=fields.olmo),
@@ -143,25 +144,8 @@ FAMILIES: dict[str, Family] = {
         defaults=MULTIPLIERS | {"attention_multiplier": None, "use_post_norm": True},
         fields=fields.hyperclovax,
     ),
-    "cohere": Family(
-        names=_SHARED_NORM,
-        aliases=LAYER_NORM_EPS,
-        defaults=_COHERE | {"rope_theta": 5e5},
-        centered=True,
-        parallel=True,
-        paired=True,
-        fields=fields.cohere,
-    ),
-    "cohere2": Family(
-        names=_SHARED_NORM,
-        aliases=LAYER_NORM_EPS,
-        defaults=_COHERE | _WINDOW,
-        centered=True,
-        parallel=True,
-        paired=True,
-        kinds=fields.every(4),
-        fields=fields.cohere2,
-    ),
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, defaults=_COHERE_DEFAULTS | _WINDOW, kinds=fields.every(4), fields=fields.cohere2),
     "glm": Family(names=_FUSED_MLP, defaults=_GLM, paired=True),
     "glm4": Family(
         names=replace(_FUSED_MLP, after_mixer="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
