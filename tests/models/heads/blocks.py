@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.models.heads.tiny import Tensors
+from tests.models.heads.tiny import Drawn, Tensors
 from torch import Tensor
 
 
@@ -24,49 +24,19 @@ def dflash(
     **extra: Any,
 ) -> tuple[dict[str, Any], Tensors]:
     """config.json and tensors as z-lab writes them: without an embedding and a vocabulary head."""
-    g = torch.Generator().manual_seed(seed)
-    heads, kv, inner = 4, 2, 48
-    dim = hidden // heads
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g) * (shape[-1] ** -0.5)
-
-    def norm(size: int = hidden) -> Tensor:
-        return 1 + 0.2 * torch.randn(size, generator=g)
-
-    tensors = {"fc.weight": random(hidden, len(taps) * target_hidden), "hidden_norm.weight": norm()}
+    d = Drawn(hidden, seed)
+    tensors = {"fc.weight": d.random(hidden, len(taps) * target_hidden), "hidden_norm.weight": d.norm()}
     for i in range(layers):
-        at = f"layers.{i}"
-        tensors |= {
-            f"{at}.input_layernorm.weight": norm(),
-            f"{at}.post_attention_layernorm.weight": norm(),
-            f"{at}.self_attn.q_proj.weight": random(heads * dim, hidden),
-            f"{at}.self_attn.k_proj.weight": random(kv * dim, hidden),
-            f"{at}.self_attn.v_proj.weight": random(kv * dim, hidden),
-            f"{at}.self_attn.o_proj.weight": random(hidden, heads * dim),
-            f"{at}.self_attn.q_norm.weight": norm(dim),
-            f"{at}.self_attn.k_norm.weight": norm(dim),
-            f"{at}.mlp.gate_proj.weight": random(inner, hidden),
-            f"{at}.mlp.up_proj.weight": random(inner, hidden),
-            f"{at}.mlp.down_proj.weight": random(hidden, inner),
-        }
-    tensors["norm.weight"] = norm() * scale
+        tensors |= d.layer(f"layers.{i}", hidden, head_norms=True)
+    tensors["norm.weight"] = d.norm() * scale
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": dim,
+        **d.config,
         "num_hidden_layers": layers,
         "num_target_layers": 3,
         "vocab_size": vocab,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
         "attention_bias": False,
-        "max_position_embeddings": 512,
         "layer_types": ["full_attention"] * layers,
         "block_size": block,
         "dflash_config": {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]},

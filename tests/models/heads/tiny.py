@@ -26,6 +26,43 @@ def linked(source: Path, folder: Path) -> Path:
     return folder
 
 
+class Drawn:
+    """Random tensors of a head with four query heads, and the fields of config.json that follow."""
+
+    def __init__(self, hidden: int, seed: int) -> None:
+        self.hidden, self.generator = hidden, torch.Generator().manual_seed(seed)
+        self.config: dict[str, Any] = {
+            "hidden_size": hidden,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": hidden // 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "max_position_embeddings": 512,
+        }
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator) * (shape[-1] ** -0.5)
+
+    def norm(self, size: int | None = None) -> Tensor:
+        return 1 + 0.2 * torch.randn(size or self.hidden, generator=self.generator)
+
+    def layer(self, at: str, reads: int, head_norms: bool = False) -> Tensors:
+        """Returns a decoder layer whose attention reads rows of this width."""
+        hidden, inner = self.hidden, self.config["intermediate_size"]
+        sizes = {"q": (hidden, reads), "k": (hidden // 2, reads), "v": (hidden // 2, reads), "o": (hidden, hidden)}
+        mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        norms = ("q", "k") if head_norms else ()
+        return {
+            **{f"{at}.{part}_layernorm.weight": self.norm() for part in ("input", "post_attention")},
+            **{f"{at}.self_attn.{part}_proj.weight": self.random(*shape) for part, shape in sizes.items()},
+            **{f"{at}.self_attn.{part}_norm.weight": self.norm(self.config["head_dim"]) for part in norms},
+            **{f"{at}.mlp.{part}_proj.weight": self.random(*shape) for part, shape in mlp.items()},
+        }
+
+
 def eagle3(
     *,
     hidden: int = 64,
@@ -40,61 +77,36 @@ def eagle3(
     **extra: Any,
 ) -> tuple[dict[str, Any], Tensors]:
     """config.json and tensors in EAGLE's own names; a reduced vocabulary of scattered ids. mask: that of P-EAGLE."""
-    g = torch.Generator().manual_seed(seed)
-    heads, kv, inner = 4, 2, 48
-    dim = hidden // heads
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g) * (shape[-1] ** -0.5)
-
-    def norm(size: int = hidden) -> Tensor:
-        return 1 + 0.2 * torch.randn(size, generator=g)
-
-    tensors = {"fc.weight": random(hidden, len(taps) * target_hidden), "midlayer.hidden_norm.weight": norm()}
+    d = Drawn(hidden, seed)
+    tensors = {"fc.weight": d.random(hidden, len(taps) * target_hidden), "midlayer.hidden_norm.weight": d.norm()}
     for i in range(layers):
         at, reads = ("midlayer", 2 * hidden) if i == 0 else (f"layers.{i}", hidden)
-        tensors |= {
-            f"{at}.input_layernorm.weight": norm(),
-            f"{at}.post_attention_layernorm.weight": norm(),
-            f"{at}.self_attn.q_proj.weight": random(heads * dim, reads) * 2,
-            f"{at}.self_attn.k_proj.weight": random(kv * dim, reads) * 2,
-            f"{at}.self_attn.v_proj.weight": random(kv * dim, reads),
-            f"{at}.self_attn.o_proj.weight": random(hidden, heads * dim),
-            f"{at}.mlp.gate_proj.weight": random(inner, hidden),
-            f"{at}.mlp.up_proj.weight": random(inner, hidden),
-            f"{at}.mlp.down_proj.weight": random(hidden, inner),
-        }
-    ids = torch.randperm(vocab, generator=g)[:draft_vocab].sort().values
-    tensors |= {"norm.weight": norm(), "lm_head.weight": random(draft_vocab, hidden) * 4}
+        tensors |= d.layer(at, reads)
+        for part in "qk":
+            tensors[f"{at}.self_attn.{part}_proj.weight"] *= 2
+    ids = torch.randperm(vocab, generator=d.generator)[:draft_vocab].sort().values
+    tensors |= {"norm.weight": d.norm(), "lm_head.weight": d.random(draft_vocab, hidden) * 4}
     if draft_vocab != vocab:
         t2d = torch.zeros(vocab, dtype=torch.bool)
         t2d[ids] = True
         tensors |= {"d2t": ids - torch.arange(draft_vocab), "t2d": t2d}
     if embedding:
-        tensors["embed_tokens.weight"] = random(vocab, hidden) * 4
+        tensors["embed_tokens.weight"] = d.random(vocab, hidden) * 4
     if mask is not None:
-        tensors["mask_hidden"] = random(1, 1, len(taps) * target_hidden) * 8
+        tensors["mask_hidden"] = d.random(1, 1, len(taps) * target_hidden) * 8
         extra["pard_token"] = mask
     if extra.get("norm_before_fc"):
-        tensors["input_norm.weight"] = norm(len(taps) * target_hidden)
+        tensors["input_norm.weight"] = d.norm(len(taps) * target_hidden)
     if extra.get("fc_norm"):
-        tensors |= {f"fc_norm.{i}.weight": norm(target_hidden) for i in range(len(taps))}
+        tensors |= {f"fc_norm.{i}.weight": d.norm(target_hidden) for i in range(len(taps))}
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": hidden,
+        **d.config,
         "target_hidden_size": target_hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": dim,
         "num_hidden_layers": layers,
         "vocab_size": vocab,
         "draft_vocab_size": draft_vocab,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
         "foretoken_taps": list(taps),
         **extra,
     }
