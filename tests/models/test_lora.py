@@ -180,10 +180,7 @@ def test_no_bit_depends_on_the_other_rows_and_their_adapters(llama, adapters, nu
         together = logits(model, prompts, names)
         for i, name in enumerate(names):
             assert torch.equal(together[i], before[i]) == (name is None)
-            handle = model.open(prompts[i], adapter=name)
-            (alone,) = model.score([handle], [DRAFTS[i]])
-            model.close(handle)
-            assert torch.equal(together[i], alone.logits), (i, name)
+        assert_rows_stay_apart(model, prompts, names, together)
 
 
 # Modules of layers that a Llama has not, by architecture.
@@ -227,7 +224,7 @@ def assert_rows_stay_apart(
         handle = model.open(prompts[i], adapter=name)
         (alone,) = model.score([handle], [DRAFTS[i]])
         model.close(handle)
-        assert torch.equal(together[i], alone.logits)
+        assert torch.equal(together[i], alone.logits), (i, name)
         assert torch.equal(together[i], plain[i]) == (name is None)
 
 
@@ -306,6 +303,7 @@ def test_other_runtimes_refuse_adapters_with_the_reason(llama: Path, adapters: d
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
 LAYER = "base_model.model.model.layers.0"
+Q_PROJ = f"{LAYER}.self_attn.q_proj.lora_A.weight"
 
 
 def renamed(old: str, new: str) -> Change:
@@ -317,6 +315,10 @@ def renamed(old: str, new: str) -> Change:
 
 def setting(**values: Any) -> Change:
     return lambda config, tensors: config.update(values)
+
+
+def storing(tensors: dict[str, Tensor]) -> Change:
+    return lambda config, stored: stored.update(tensors)
 
 
 def two_prefixes(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -343,29 +345,14 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "embedding": (renamed("self_attn.q_proj.lora_A.weight", "embed.lora_embedding_A"), "lora_embedding_A'.*linear"),
     "magnitudes": (renamed("self_attn.q_proj.lora_A.weight", "self_attn.lora_magnitude_vector"), "linear layers"),
     "head": (
-        lambda config, tensors: tensors.update(
-            {f"base_model.model.lm_head.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
-        ),
+        storing({f"base_model.model.lm_head.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}),
         "the module 'lm_head', and adapters may only change",
     ),
-    "integers": (
-        lambda config, tensors: tensors.update(
-            {f"{LAYER}.self_attn.q_proj.lora_A.weight": torch.ones(4, 72, dtype=torch.int32)}
-        ),
-        "expected floats",
-    ),
-    "infinite": (
-        lambda config, tensors: tensors[f"{LAYER}.self_attn.q_proj.lora_A.weight"].fill_(torch.inf),
-        "NaN or infinite",
-    ),
+    "integers": (storing({Q_PROJ: torch.ones(4, 72, dtype=torch.int32)}), "expected floats"),
+    "infinite": (lambda config, tensors: tensors[Q_PROJ].fill_(torch.inf), "NaN or infinite"),
     "nothing": (lambda config, tensors: tensors.clear(), "has no tensors"),
     "scale": (setting(lora_alpha=1e300), "scaled beyond float32"),
-    "float64": (
-        lambda config, tensors: tensors.update(
-            {f"{LAYER}.self_attn.q_proj.lora_A.weight": torch.full((4, 72), 1e300, dtype=torch.float64)}
-        ),
-        "NaN or infinite",
-    ),
+    "float64": (storing({Q_PROJ: torch.full((4, 72), 1e300, dtype=torch.float64)}), "NaN or infinite"),
     "two prefixes": (two_prefixes, "modules under two prefixes"),
 }
 
@@ -465,11 +452,11 @@ BROKEN_EXPERTS: dict[str, tuple[Change, str]] = {
     ),
     "rank": (setting(r=2), r"of the shape \(24, 40\); model and adapter_config.json say \(16, 40\)"),
     "shape": (
-        lambda config, tensors: tensors.update({f"{EXPERTS}B.weight": torch.ones(63, 24)}),
+        storing({f"{EXPERTS}B.weight": torch.ones(63, 24)}),
         "for 40 inputs and 63 outputs, which no parameter has",
     ),
     "no matrix": (
-        lambda config, tensors: tensors.update({f"{EXPERTS}B.weight": torch.ones(())}),
+        storing({f"{EXPERTS}B.weight": torch.ones(())}),
         r"lora_B.weight' of the shape \(\), and it should be a matrix",
     ),
     "unnamed": (setting(target_parameters=["experts.gate_up_proj"]), "tensors of .*experts.down_proj.*not name"),
