@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from . import gguf_keys as keys
+from .gguf_files import finish
 from .gguf_keys import Config, Keys, field, named, put, put_all
 
 Tensors = Iterable[tuple[str, Tensor]]
@@ -252,10 +253,7 @@ def convert(
         _add(writer, name, tensor, kind)
     for name, tensor in keys.rope_factors(config):
         _add(writer, name, tensor, K.F32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -169,6 +169,14 @@ def quantized(weight: Tensor, kind: K, seed: int) -> NDArray[np.uint8]:
         return random_blocks(kind, weight[..., 0].numel(), weight.shape[-1], seed)
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_both(
     module: Any,
     architecture: str,
@@ -191,10 +199,7 @@ def write_both(
     writer = gguf.GGUFWriter(folder / "model.gguf", "llama" if architecture == "mixtral" else architecture)
     reference = add_weights(writer, module, architecture, kinds)
     more(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     checkpoint = folder / "checkpoint"
     module.config.save_pretrained(checkpoint)
     save_file(reference, checkpoint / "model.safetensors")

@@ -18,6 +18,7 @@ from foretoken.models.families.architecture import Architecture, supports, unsup
 from foretoken.models.families.table import FAMILIES
 from foretoken.models.formats.checkpoint import load_config, open_weights
 
+from .gguf_files import finish
 from .tiny import ARCHITECTURES
 
 SIZES: dict[str, Any] = {
@@ -171,10 +172,7 @@ def written(path: Path, architecture: str, change: Change, layers: int = 2, head
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_tensor("token_embd.weight", np.zeros((16, 48), np.float32))
     change(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

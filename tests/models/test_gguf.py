@@ -30,7 +30,7 @@ from foretoken.models.loading import load_model
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.student import Student
 
-from .gguf_files import FAMILIES, add_weights, random_blocks, tiny_checkpoint, write_both
+from .gguf_files import FAMILIES, add_weights, finish, random_blocks, tiny_checkpoint, write_both
 from .test_native import needs_kernels
 from .tiny import only_runner
 
@@ -242,10 +242,7 @@ def write_split(folder: Path, name: str = "model") -> Path:
     count = 2 * 11 + 3
     writer = gguf.GGUFWriter(folder / f"{name}.gguf", "qwen3", split_max_tensors=count // 3 + 1)
     add_weights(writer, tiny_checkpoint("qwen3"), "qwen3", K.Q4_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     first, *_ = parts = sorted(folder.glob(f"{name}-*.gguf"))
     assert len(parts) == 3
     return first
@@ -322,10 +319,7 @@ def test_wrong_counts_are_refused(tmp_path: Path) -> None:
         writer.add_uint16("split.no", 0)
         writer.add_uint16("split.count", count)
         writer.add_int32("split.tensors.count", total)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         return file
 
     with pytest.raises(ModelLoadError, match=r"split\.count is 60000"):

@@ -21,7 +21,7 @@ from foretoken.models.formats.checkpoint import load_generation_settings, load_t
 from foretoken.models.formats.gguf.header import MAX_KEYS, MAX_TENSORS, Header
 from foretoken.models.loading import load_model
 
-from .gguf_files import add_weights, tiny_checkpoint
+from .gguf_files import add_weights, finish, tiny_checkpoint
 
 COUNT = int(os.environ.get("FORETOKEN_GGUF_MUTATIONS", "300"))
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -120,10 +120,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     writer.add_token_types([1] * 319 + [3])
     writer.add_token_merges([])
     writer.add_eos_token_id(319)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file.read_bytes()
 
 

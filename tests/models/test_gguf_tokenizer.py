@@ -21,6 +21,8 @@ from foretoken.models.formats.checkpoint import eos_ids, load_generation_setting
 from foretoken.models.formats.gguf.tokenizer import PRE_TOKENIZERS
 from foretoken.models.formats.tokenizer import PlainTokenizer
 
+from .gguf_files import finish
+
 PIECES = [
     "a",
     "Z",
@@ -123,10 +125,7 @@ def written(path: Path, model: str, tokens: Sequence[str], kinds: Sequence[int],
             writer.add_uint32(name, value)
         else:
             writer.add_string(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -219,13 +218,18 @@ def sentencepiece(prefix: bool) -> Any:
     return SentencePieceProcessor(model_proto=result.getvalue())
 
 
+def pieces(original: SentencePieceProcessor) -> tuple[list[str], list[int]]:
+    """Returns the tokens and their kinds."""
+    ids = range(original.get_piece_size())
+    kinds: list[int] = [TokenType.BYTE if original.is_byte(i) else TokenType.NORMAL for i in ids]
+    kinds[:3] = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    return [original.id_to_piece(i) for i in ids], kinds
+
+
 @pytest.mark.parametrize("architecture, prefix", [("llama", True), ("gemma2", False)])
 def test_sentencepiece_tokenizers_are_equal(architecture: str, prefix: bool, tmp_path: Path) -> None:
     original = sentencepiece(prefix)
-    ids = range(original.get_piece_size())
-    tokens = [original.id_to_piece(i) for i in ids]
-    kinds: list[int] = [TokenType.BYTE if original.is_byte(i) else TokenType.NORMAL for i in ids]
-    kinds[:3] = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    tokens, kinds = pieces(original)
     for i, token in enumerate(tokens):
         if not prefix and token in ("▁▁", "▁▁▁▁"):  # llama.cpp's converter writes their spaces as spaces
             tokens[i], kinds[i] = token.replace("▁", " "), TokenType.USER_DEFINED
@@ -235,7 +239,7 @@ def test_sentencepiece_tokenizers_are_equal(architecture: str, prefix: bool, tmp
         tokens,
         kinds,
         architecture=architecture,
-        scores=[original.get_score(i) for i in ids],
+        scores=[original.get_score(i) for i in range(len(tokens))],
         add_space_prefix=prefix,
         bos_token_id=1,
         eos_token_id=2,
@@ -252,11 +256,7 @@ def test_sentencepiece_tokenizers_are_equal(architecture: str, prefix: bool, tmp
 
 
 def test_gemma_4_stores_the_merges_of_its_sentencepiece_tokenizer(tmp_path: Path) -> None:
-    original = sentencepiece(False)
-    ids = range(original.get_piece_size())
-    tokens = [original.id_to_piece(i) for i in ids]
-    kinds: list[int] = [TokenType.BYTE if original.is_byte(i) else TokenType.NORMAL for i in ids]
-    kinds[:3] = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    tokens, kinds = pieces(sentencepiece(False))
     special = {"add_space_prefix": False, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     plain = load_tokenizer(written(tmp_path / "gemma2.gguf", "llama", tokens, kinds, architecture="gemma2", **special))
     merges = json.loads(plain.backend_tokenizer.to_str())["model"]["merges"]

@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.gguf_files import finish
 from tests.models.heads import blocks, tiny
 from tests.models.heads.assistant_files import saved_assistant
 from tests.models.heads.mtp_files import MTP_FAMILIES, MtpReference
@@ -83,10 +84,7 @@ def test_a_gguf_file_has_the_names_of_its_metadata(tmp_path: Path) -> None:
     writer.add_name("My Tune")
     writer.add_base_model_count(1)
     writer.add_base_model_repo_url(0, "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert names_of(file) == ["My Tune", "m", "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct"]
     assert "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B" in found(file)
 
