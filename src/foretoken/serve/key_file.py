@@ -114,8 +114,7 @@ def read_keys(file: Path) -> list[KeyRecord]:
 def _record(entry: Any) -> KeyRecord:
     if not isinstance(entry, Mapping):
         raise InvalidRequest("it must be an object")
-    names = [f.name for f in fields(KeyRecord)]
-    check_keys("it", entry, names)
+    check_keys("it", entry, [f.name for f in fields(KeyRecord)])
     for name in ("name", "sha256"):
         if name not in entry:
             raise InvalidRequest(f"it has no {name}")

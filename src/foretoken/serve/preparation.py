@@ -124,9 +124,7 @@ def as_sent(error: Exception, names: Mapping[str, str]) -> Exception:
     if not isinstance(error, InvalidRequest | ApiError):
         return error
     answer = as_api_error(error)
-    param, message = answer.param, answer.message
-    if param is not None and param in names:
-        param = names[param]
+    param, message = names.get(answer.param or "", answer.param), answer.message
     for ours, name in names.items():
         if "_" in ours:  # others are words of the language, too
             message = re.sub(rf"(?<![\w.]){ours}\b(\['\w+'\])?", name if ours != name else r"\g<0>", message)

@@ -74,10 +74,9 @@ def _mistral_body(writer: CallWriter) -> Reading:
 
 
 _BARE = {"{": partial(json_body, strict=True)}
-_JSON_TAGS = CallFormat({"<tool_call>": json_body}, ("</tool_call>",))
 
 CALL_FORMATS: dict[str, CallFormat] = {
-    "hermes": _JSON_TAGS,
+    "hermes": CallFormat({"<tool_call>": json_body}, ("</tool_call>",)),
     "llama3_json": CallFormat(ignored=("<|python_tag|>",), bare=_BARE),
     "pythonic": CallFormat(ignored=("<|python_start|>", "<|python_end|>"), bare={"[": python_body}),
     "qwen3_coder": CallFormat(

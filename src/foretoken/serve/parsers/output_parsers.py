@@ -242,8 +242,7 @@ class HarmonyParser(OutputParser):
         self._writer = CallWriter({})
         super().__init__(self._writer)
         self._held = ""
-        self._header = True
-        self._first = True
+        self._header = self._first = True
         self._kind: type[TextDelta | ReasoningDelta] | None = TextDelta  # of the message's text; None for arguments
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-_NULLS = ("null", "none")
-
 
 def split_at(text: str, tags: tuple[str, ...]) -> tuple[str, str, str]:
     """Returns the text before the first of ``tags``, the tag (the longest of those there), and the text behind it.
@@ -79,7 +77,7 @@ def typed(text: str, schema: Any) -> Any:
     as a Python literal, and stays a string where it is neither.
     """
     types = schema_types(schema)
-    null = text.strip().lower() in _NULLS
+    null = text.strip().lower() in ("null", "none")
     if null and ("null" in types or (types and "string" not in types)):
         return None
     if not types or "string" in types:

@@ -156,8 +156,7 @@ class ReplicaLoad:
         self._open[replica].discard(request)
 
     def load(self, replica: Hashable) -> int:
-        requests = self._open.get(replica)
-        return len(requests) if requests is not None else 0
+        return len(self._open.get(replica, ()))
 
     def forget(self, replica: Hashable) -> None:
         self._open.pop(replica, None)
