@@ -68,6 +68,16 @@ class Running:
             options["json"] = body
         return httpx.post(f"{self.url}/v1/{path}", timeout=self.patience, **options)
 
+    @contextmanager
+    def streaming(self, body: dict[str, Any], **options: Any) -> Iterator[tuple[httpx.Response, Iterator[str]]]:
+        """The stream of a completion that has begun, and its further lines."""
+        options |= {"json": {**body, "stream": True}, "timeout": self.patience}
+        with httpx.stream("POST", f"{self.url}/v1/completions", **options) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = answer.iter_lines()  # kept, since a generator that is dropped closes the connection
+            next(lines)
+            yield answer, lines
+
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for it."""
         wait_until(condition, self.patience, self.pause)

@@ -1,12 +1,11 @@
 """Scopes of texts by ``cache_salt`` and by API key, through the real server."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from tests.serve.conftest import PATIENCE, Running, running
+from tests.serve.conftest import PATIENCE, Running, chunks_of, running
 
 from foretoken import LLM
 from foretoken.serve.request_state import RequestState
@@ -65,19 +64,16 @@ def cached(server: Running, prompt: str, key: str | None = None, **extra: Any) -
 
 def drafts(server: Running, key: str | None = None, path: str = "completions", **extra: Any) -> set[str]:
     """The texts of all paths of all rounds' drafts, as a stream with ``return_steps`` shows them."""
-    body = {**ASK, "stream": True, "return_steps": True, **extra}
-    options: dict[str, Any] = {"json": body, "headers": headers(key), "timeout": PATIENCE}
     found = set()
-    with httpx.stream("POST", f"{server.url}/v1/{path}", **options) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            chunk = json.loads(line[6:]) if line.startswith("data: {") else {}
-            assert "error" not in chunk, chunk
-            for step in chunk.get("steps", ()):
-                texts: list[str] = []
-                for node in step["draft"]:
-                    texts.append((texts[node["parent"]] if node["parent"] >= 0 else "") + node["text"])
-                found |= set(texts)
+    answer = server.post({**ASK, "stream": True, "return_steps": True, **extra}, path, headers=headers(key))
+    assert answer.status_code == 200, answer.text
+    for chunk in chunks_of(answer.iter_lines()):
+        assert "error" not in chunk, chunk
+        for step in chunk.get("steps", ()):
+            texts: list[str] = []
+            for node in step["draft"]:
+                texts.append((texts[node["parent"]] if node["parent"] >= 0 else "") + node["text"])
+            found |= set(texts)
     return found
 
 

@@ -332,10 +332,7 @@ def test_no_origins_by_default(server: Running) -> None:
 
 def test_a_full_queue_refuses_with_a_time_to_retry(limited: Running) -> None:
     """Eight share a pass and none may wait: one beside eight is asked to come again, nine in one can never fit."""
-    with httpx.stream(
-        "POST", f"{limited.url}/v1/completions", json={**LONG, "n": 8, "stream": True}, headers=KEY
-    ) as taken:
-        assert taken.status_code == 200
+    with limited.streaming({**LONG, "n": 8}, headers=KEY):
         answer = limited.post(OK, headers=KEY)
         assert error_of(answer, 429)["code"] == "rate_limit_exceeded" and answer.headers["retry-after"] == "1"
         with pytest.raises(openai.RateLimitError):
@@ -360,12 +357,7 @@ def test_a_request_beyond_its_time_ends_with_an_error(limited: Running, monkeypa
 
 
 def test_requests_beyond_the_allowed_number_are_refused(limited: Running) -> None:
-    body = {**LONG, "stream": True}
-    with (
-        httpx.stream("POST", f"{limited.url}/v1/completions", json=body, headers=KEY) as one,
-        httpx.stream("POST", f"{limited.url}/v1/completions", json=body, headers=KEY) as two,
-    ):
-        assert one.status_code == two.status_code == 200
+    with limited.streaming(LONG, headers=KEY), limited.streaming(LONG, headers=KEY):
         assert error_of(limited.post(OK, headers=KEY), 429)
     limited.until(limited.idle)
     assert limited.post(OK, headers=KEY).status_code == 200

@@ -33,11 +33,7 @@ def text_alone(server: Running) -> str:
 
 
 def test_client_gone_mid_stream(server: Running, text_alone: str) -> None:
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**LONG, "max_tokens": 6000, "stream": True}
-    ) as answer:
-        lines = answer.iter_lines()  # kept, since a generator that is dropped closes the connection
-        next(lines)
+    with server.streaming({**LONG, "max_tokens": 6000}):
         assert not server.idle()
         assert server.post(SHORT).json()["choices"][0]["text"] == text_alone
     server.until(server.idle)
@@ -106,9 +102,7 @@ def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch:
             return super().__getitem__(row)
 
     monkeypatch.setattr("foretoken.engine.verified.NodeDistributions", Failing)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as other:
-        lines = other.iter_lines()
-        next(lines)
+    with server.streaming(LONG) as (_, lines):
         events = server.post(bad).text.strip().split("\n\n")
         assert len(events) > 1 and "data: [DONE]" not in events
         error = json.loads(events[-1].removeprefix("data: "))["error"]
@@ -153,10 +147,7 @@ def test_a_dead_engine_is_told(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_draining_server_finishes_its_requests_and_refuses_new_ones(spare: LLM) -> None:
     """Running ones finish, new ones are refused."""
-    body = {**LONG, "stream": True}
-    with running(spare) as ending, httpx.stream("POST", f"{ending.url}/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()
-        next(lines)
+    with running(spare) as ending, ending.streaming(LONG) as (_, lines):
         ending.worker.draining = True
         assert httpx.get(f"{ending.url}/health").status_code == 503
         refused = ending.post(SHORT)

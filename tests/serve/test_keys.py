@@ -108,9 +108,7 @@ def test_rates_of_requests_and_tokens(keyed: tuple[Running, dict[str, str], Path
 def test_requests_at_once(keyed: tuple[Running, dict[str, str], Path]) -> None:
     server, keys, _ = keyed
     headers = bearer(keys["alone"])
-    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as running_one:
-        assert running_one.status_code == 200
+    with server.streaming({"prompt": "x", "max_tokens": 4000, "ignore_eos": True}, headers=headers):
         assert "1 requests answered at once" in error_of(server.post(OK, headers=headers), 429)["message"]
         assert server.post(OK, headers=bearer(keys["plain"])).status_code == 200, "others go on"
     server.until(server.idle)

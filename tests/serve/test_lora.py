@@ -79,10 +79,8 @@ def test_adapters_come_and_go_while_requests_run(server: Running, tiny_pair: Any
 def test_an_adapter_whose_last_request_is_abandoned_is_freed(server: Running) -> None:
     paths = {entry["id"]: entry["root"] for entry in httpx.get(f"{server.url}/v1/models").json()["data"]}
     assert server.post({"lora_name": "c", "lora_path": paths["a"]}, "load_lora_adapter").status_code == 200
-    long = {**BODY, "max_tokens": 400, "n": 4, "ignore_eos": True, "model": "c", "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=long) as answer:
-        lines = answer.iter_lines()  # kept, since a generator that is dropped closes the connection
-        next(lines)
+    long = {**BODY, "max_tokens": 400, "n": 4, "ignore_eos": True, "model": "c"}
+    with server.streaming(long):
         assert server.post({"lora_name": "c"}, "unload_lora_adapter").status_code == 200
     server.until(lambda: len(server.worker.llm.target.adapters) == 2)
 

@@ -157,10 +157,7 @@ def test_prompts_that_begin_alike_meet(server: Distant) -> None:
 
 
 def test_a_client_that_goes_cancels_its_request(server: Distant) -> None:
-    body = {"prompt": "x = ", "max_tokens": 6000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
-        lines = answer.iter_lines()
-        next(lines)
+    with server.streaming({"prompt": "x = ", "max_tokens": 6000, "ignore_eos": True}) as (answer, _):
         replica = answer.headers["x-foretoken-replica"]
         assert server.figures("num_requests_running")[replica] == 1
     server.until(lambda: server.figures("num_requests_running")[replica] == 0)

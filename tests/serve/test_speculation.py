@@ -147,8 +147,7 @@ def test_switching_off_and_on(open_server: Running) -> None:
 
 
 def test_running_requests_keep_their_method(open_server: Running) -> None:
-    body = {**BODY, "max_tokens": 3000, "stream": True}
-    with httpx.stream("POST", f"{open_server.url}/v1/completions", json=body, timeout=PATIENCE):
+    with open_server.streaming({**BODY, "max_tokens": 3000}):
         change(open_server, {"method": "ngram"})
         (sequence,) = open_server.worker.engine.running.values()
         assert open_server.worker.llm.method_of(sequence.context) == "draft_model"
