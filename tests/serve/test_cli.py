@@ -33,14 +33,23 @@ def test_keys_share_a_cache_where_the_operator_says_so(run, monkeypatch, flags, 
     assert (result.code, result.err) == (1, "foretoken: error: seen\n")
 
 
-def test_without_the_extra() -> None:
-    code = (
-        "import sys; sys.modules |= dict.fromkeys(['fastapi', 'starlette', 'uvicorn', 'llguidance'])"
-        "; from foretoken.cli.main import main; main(['serve', '--port', '0'])"
-    )
+TRACES = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+
+
+@pytest.mark.parametrize(
+    "absent, options, words",
+    [
+        (["fastapi", "starlette", "uvicorn", "llguidance"], [], "(fastapi); pip install 'foretoken[serve]'"),
+        (["ray"], ["--replicas", "2"], "(ray); pip install 'foretoken[ray]'"),
+        ([TRACES], ["--otlp-traces-endpoint", "http://localhost:4318/v1/traces"], "pip install 'foretoken[otel]'"),
+    ],
+    ids=["serve", "ray", "otel"],
+)
+def test_without_an_extra(absent: list[str], options: list[str], words: str) -> None:
+    arguments = ["serve", "--port", "0", *options]
+    code = f"import sys; sys.modules |= dict.fromkeys({absent}); from foretoken.cli.main import main; main({arguments})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "(fastapi); pip install 'foretoken[serve]'" in done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and words in done.stderr
 
 
 @pytest.mark.parametrize(

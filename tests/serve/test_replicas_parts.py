@@ -3,8 +3,6 @@
 import asyncio
 import copy
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -381,16 +379,6 @@ def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
 def test_replicas_draw_other_numbers() -> None:
     assert len({replica_seed(seed, name) for seed in (0, 1) for name in "ab"}) == 4
     assert replica_seed(3, "a") == replica_seed(3, "a")
-
-
-def test_without_ray() -> None:
-    code = (
-        "import sys; sys.modules['ray'] = None; from foretoken.cli.main import main; "
-        "main(['serve', '--port', '0', '--replicas', '2'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "(ray); pip install 'foretoken[ray]'" in done.stderr
 
 
 @pytest.mark.parametrize(
