@@ -86,6 +86,15 @@ class Running:
         return not (self.worker.busy or self.worker.engine.busy)
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def wait_until(condition: Callable[[], bool], patience: float = PATIENCE, pause: float = 0.01) -> None:
     end = time.monotonic() + patience
     while not condition():
@@ -170,14 +179,12 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _new(noisy: Path) -> LLM:
     # This number of tokens is drafted however busy the machine is: left to measurement it may be none.
-    steady = {"num_speculative_tokens": 4}
-    methods = ("prediction", "ngram")
     return LLM(
         zoo.path("draft"),
         noisy,
         dtype="float32",
-        speculative_config=steady,
-        methods=methods,
+        speculative_config={"num_speculative_tokens": 4},
+        methods=("prediction", "ngram"),
         max_num_seqs=8,
         seed=1,
         isolate_failures=True,

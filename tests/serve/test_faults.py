@@ -155,18 +155,13 @@ def test_a_draining_server_finishes_its_requests_and_refuses_new_ones(spare: LLM
         assert list(lines)[-2] == "data: [DONE]"
 
 
-def worker_for(llm: LLM, **options: Any) -> Worker:
-    worker = Worker(llm, **options)
-    worker.start()
-    return worker
-
-
 def test_a_worker_serves_cancels_and_refuses_without_a_server(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight requests of one engine: some are closed before or after their first token, the others get their text."""
     wanted = spare.generate("x = ", SamplingParams(max_tokens=30, temperature=0))[0].outputs[0].text
     submitted, step = threading.Event(), spare.engine.step
     monkeypatch.setattr(spare.engine, "step", lambda: step() if submitted.wait(PATIENCE) else [])
-    worker = worker_for(spare, max_waiting=0)
+    worker = Worker(spare, max_waiting=0)
+    worker.start()
 
     async def use() -> None:
         params = SamplingParams(max_tokens=30, temperature=0)
@@ -195,7 +190,8 @@ def test_a_worker_serves_cancels_and_refuses_without_a_server(spare: LLM, monkey
 
 
 def test_worker_tells_failures(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = worker_for(spare)
+    worker = Worker(spare)
+    worker.start()
     monkeypatch.setattr(spare.engine, "add", lambda *_, **__: 1 / 0)
 
     async def use() -> None:

@@ -38,10 +38,6 @@ SAMPLES = {"messages": [{"role": "user", "content": "x"}], "name": "f", "lora_pa
 Place = Callable[[Any], dict[str, Any]]  # puts a value into a body
 
 
-def schema_of(kind: type[Body]) -> dict[str, Any]:
-    return kind.model_json_schema()
-
-
 def resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
     while "$ref" in schema:
         schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
@@ -97,7 +93,7 @@ def refusal(kind: type[Body], body: dict[str, Any]) -> ApiError | None:
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
 def test_the_field_with_a_wrong_value_is_named(kind: type[Body]) -> None:
-    root = schema_of(kind)
+    root = kind.model_json_schema()
     refused: set[str] = set()
     fields = list(fields_of(root, root, "", lambda value: {**BODIES[kind], **value}))
     for path, schema, put in fields:
@@ -114,7 +110,7 @@ def test_the_field_with_a_wrong_value_is_named(kind: type[Body]) -> None:
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
 def test_a_missing_field_is_named(kind: type[Body]) -> None:
-    root = schema_of(kind)
+    root = kind.model_json_schema()
     for path, schema, put in fields_of(root, root, "", lambda value: {**BODIES[kind], **value}):
         inner = resolved(schema, root)
         for name in inner.get("required", ()):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.serve.conftest import Run, Running, running
+from tests.serve.conftest import Clock, Run, Running, running
 from tests.serve.test_errors import OK, error_of
 
 from foretoken import LLM
@@ -172,13 +172,6 @@ def test_the_log_names_keys_and_never_has_them(keyed, caplog):
 
 
 # without a server
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_buckets_fill_evenly() -> None:

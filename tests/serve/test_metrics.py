@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as strict_families
 from prometheus_client.parser import text_string_to_metric_families
+from tests.serve.conftest import Clock
 
 from foretoken.core.draft import Draft
 from foretoken.core.step import StepOutput, Timings
@@ -100,13 +101,6 @@ class FakeUsage:
     prefix_hits: int = 40
     prefix_queries: int = 100
     preemptions: int = 3
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
