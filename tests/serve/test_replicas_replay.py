@@ -65,18 +65,10 @@ def test_goes_on_wherever_it_stopped(a, b, first, c, d, second, stop, again):
     whole = ("def main():", "import os, é")
     one = stream_of([cut(whole[0], a), cut(whole[1], b)], first, "cmpl-1")
     two = stream_of([cut(whole[0], c), cut(whole[1], d)], second, "cmpl-other")
-    sent: list[bytes] = []
-
-    def send(body: bytes) -> None:
-        if body:
-            sent.append(body)
-
-    for part in one[:stop]:
-        send(part)
+    sent = one[:stop]
     for length in (again, len(two)):
         replay = Replay(b"".join(sent))
-        for part in two[:length]:
-            send(replay.rest(part))
+        sent += [replay.rest(part) for part in two[:length]]
     assert texts(sent) == list(whole)
     assert {chunk["id"] for chunk in told(sent)} == {"cmpl-1"} and {chunk["created"] for chunk in told(sent)} == {6}
     assert b"".join(sent).count(b"[DONE]") == b"".join(sent).count(b'"usage"') == 1
