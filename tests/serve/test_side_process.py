@@ -39,42 +39,32 @@ def without_identifiers(answer: httpx.Response) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "path, fields",
     [
-        {},
-        {"echo": True, "logprobs": 2},
-        {"prompt": [1, 2, 3], "echo": True},
-        {"prompt": ["a = ", "b = "], "n": 2},
-        {"n": 1, "best_of": 2},
-        {"bad_words": ["return", "x"], "max_tokens": 30},
-        {"prediction": {"type": "content", "content": "    return x"}, "speculative_method": "prediction"},
-        {"guided_choice": ["one", "two"]},
-        {"structured_outputs": {"regex": "[ab]{3}"}},
-        {"logit_bias": {"10": 5.0}, "stop": ["\n"], "model": "other", "cache_salt": "a"},
-        {"max_tokens": 0, "echo": True},
+        ("completions", {}),
+        ("completions", {"echo": True, "logprobs": 2}),
+        ("completions", {"prompt": [1, 2, 3], "echo": True}),
+        ("completions", {"prompt": ["a = ", "b = "], "n": 2}),
+        ("completions", {"n": 1, "best_of": 2}),
+        ("completions", {"bad_words": ["return", "x"], "max_tokens": 30}),
+        (
+            "completions",
+            {"prediction": {"type": "content", "content": "    return x"}, "speculative_method": "prediction"},
+        ),
+        ("completions", {"guided_choice": ["one", "two"]}),
+        ("completions", {"structured_outputs": {"regex": "[ab]{3}"}}),
+        ("completions", {"logit_bias": {"10": 5.0}, "stop": ["\n"], "model": "other", "cache_salt": "a"}),
+        ("completions", {"max_tokens": 0, "echo": True}),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 2}),
+        ("chat/completions", {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}),
+        ("chat/completions", {"response_format": {"type": "json_object"}}),
+        ("chat/completions", {"n": 2}),
     ],
 )
 @pytest.mark.usefixtures("preloaded_python")
-def test_completions_are_those_of_small_bodies(server: Running, fields: dict[str, Any]) -> None:
-    content = json.dumps({**OK, **fields}).encode()
-    small, large = server.post(content, "completions"), server.post(content + PADDING, "completions")
-    assert small.status_code == large.status_code == 200
-    assert without_identifiers(small) == without_identifiers(large)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"logprobs": True, "top_logprobs": 2},
-        {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60},
-        {"response_format": {"type": "json_object"}},
-        {"n": 2},
-    ],
-)
-@pytest.mark.usefixtures("preloaded_python")
-def test_chats_are_those_of_small_bodies(server: Running, fields: dict[str, Any]) -> None:
-    content = json.dumps({**CHAT, **fields}).encode()
-    small, large = server.post(content, "chat/completions"), server.post(content + PADDING, "chat/completions")
+def test_answers_are_those_of_small_bodies(server: Running, path: str, fields: dict[str, Any]) -> None:
+    content = json.dumps({**(OK if path == "completions" else CHAT), **fields}).encode()
+    small, large = server.post(content, path), server.post(content + PADDING, path)
     assert small.status_code == large.status_code == 200
     assert without_identifiers(small) == without_identifiers(large)
 
