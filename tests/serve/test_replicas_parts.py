@@ -414,8 +414,7 @@ def test_a_replica_tells_and_changes_its_speculation(spare: LLM) -> None:
 
     async def use() -> None:
         transport = httpx.ASGITransport(app)
-        headers = {"Authorization": "Bearer k"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://front", headers=headers) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://front", headers=bearer("k")) as client:
             found = (await client.get("/v1/speculation")).json()
             assert found["enabled"] and found["replicas"]["here"]["controller"]["max_tokens"] == 2
             assert (await client.patch("/v1/speculation", json={"enabled": False})).json()["paused"] == "switched off"
@@ -423,7 +422,7 @@ def test_a_replica_tells_and_changes_its_speculation(spare: LLM) -> None:
             assert wrong.status_code == 400 and "loaded" in wrong.json()["error"]["message"]
             answer = await client.post("/v1/completions", json={"prompt": "x = ", "max_tokens": 12})
             assert answer.json()["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
-            assert (await client.get("/v1/speculation", headers={"Authorization": "Bearer no"})).status_code == 401
+            assert (await client.get("/v1/speculation", headers=bearer("no"))).status_code == 401
 
     try:
         asyncio.run(use())

@@ -203,16 +203,13 @@ def test_reasoning_is_an_item_of_its_own(spare: LLM) -> None:
     with running(spare, settings) as server:
         whole = server.post(asked, "responses").json()
         events = stream_of(server, **asked)
-        chat = {
-            "messages": [{"role": "user", "content": "x"}],
-            "guided_regex": "<think>\nthink</think>\n\nsay a",
-            "max_tokens": 60,
-        }
+        user = {"role": "user", "content": "x"}
+        chat = {"messages": [user], "guided_regex": asked["guided_regex"], "max_tokens": 60}
         message = server.post(chat, "chat/completions").json()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("think", "say a")
         chunks = server.post({**chat, "stream": True}, "chat/completions").text
         assert '"reasoning_content":"' in chunks
-        sent = {"input": [{"role": "user", "content": "x"}, *whole["output"], {"role": "user", "content": "y"}]}
+        sent = {"input": [user, *whole["output"], {"role": "user", "content": "y"}]}
         assert server.post({**asked, **sent}, "responses").status_code == 200  # goes back as it came
     Response.model_validate(whole, strict=True)
     thought, message = whole["output"]
