@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import typer.main
@@ -21,6 +21,16 @@ class Result:
     code: int
     out: str
     err: str
+
+    def ok(self) -> Self:
+        """Returns the result, of a command that must succeed."""
+        assert self.code == 0, self.err
+        return self
+
+    def refused(self, words: str) -> Self:
+        """Returns the result, of a command that must fail with these words and print no result."""
+        assert (self.code, self.out) == (1, "") and words in self.err, self.err
+        return self
 
 
 Run = Callable[..., Result]

@@ -47,8 +47,7 @@ def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tin
     """Ours and transformers, each in a process of its own; a peer that is not set up is one line."""
     files = tmp_path / "race.json", tmp_path / "race.html"
     options = "--depth 2 --repeats 1 --temperature 0 --temperature 1 --peers transformers,vllm"
-    result = run(f"bench race {options} --output {files[0]} --html {files[1]}", *short(tiny_pair))
-    assert result.code == 0, result.err
+    result = run(f"bench race {options} --output {files[0]} --html {files[1]}", *short(tiny_pair)).ok()
     said = result.err.splitlines()
     assert "vllm is not set up" in said.pop(1)
     assert said == ["setting up ...", "race: 8 turns", "testing sampled texts ..."]
@@ -74,8 +73,7 @@ def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
     file = tmp_path / "race.json"
     options = f"--prompts {prompts(tmp_path)} --batch 3 --depth 2 --repeats 1 --peers none --output {file}"
     config = ("--speculative-config", '{"method": "ngram", "prompt_lookup_max": 2}')
-    result = run(f"bench race {options}", *short(tiny_pair), "--count", "4", *config)
-    assert result.code == 0, result.err
+    run(f"bench race {options}", *short(tiny_pair), "--count", "4", *config).ok()
     rows = json.loads(file.read_text())["rows"]
     assert [(r["method"], r["batch"], r["identical_texts"], r["texts"]) for r in rows] == [
         ("plain", 3, 4, 4),
@@ -90,13 +88,11 @@ def test_a_race_without_a_draft_model(run, tiny_pair, nowhere, tmp_path):
     quantize_checkpoint(tiny_pair.target, file, "Q8_0")
     short_race = ["--peers", "none", "--count", "1", "--max-tokens", "6", "--repeats", "1", "--depth", "2", "--json"]
     ngram = ("--speculative-config", '{"method": "ngram"}')
-    result = run("bench", "race", "--target", str(file), *short_race, *ngram)
-    assert result.code == 0, result.err
-    record = json.loads(result.out)
+    record = json.loads(run("bench", "race", "--target", str(file), *short_race, *ngram).ok().out)
     assert [row["method"] for row in record["rows"]] == ["plain", "ngram"] and record["setting"]["draft"] is None
     drafted = ("--speculative-config", '{"method": "draft_model"}')
     result = run("bench", "race", "--target", str(file), *short_race, *ngram, *drafted)
-    assert result.code == 1 and "name its draft too, or a method without a draft model" in result.err
+    result.refused("name its draft too, or a method without a draft model")
 
 
 @pytest.mark.usefixtures("preloaded_python")
@@ -105,8 +101,7 @@ def test_a_race_over_one_long_prompt(run, tiny_pair, nowhere):
     """More tokens than the target's positions, in plain decoding alone."""
     short_race = ["--max-tokens", "4", "--repeats", "1", "--peers", "none", "--json"]
     config = ("--speculative-config", '{"method": "none"}')
-    result = run("bench", "race", "--target", str(tiny_pair.target), "--prompts", "5000", *short_race, *config)
-    assert result.code == 0, result.err
+    result = run("bench", "race", "--target", str(tiny_pair.target), "--prompts", "5000", *short_race, *config).ok()
     record = json.loads(result.out)
     assert [(row["method"], row["texts"]) for row in record["rows"]] == [("plain", 1)]
     assert record["setting"]["prompts"] == "1 of prompts of 5000 tokens" and record["rows"][0]["resident_bytes"] > 0
@@ -121,9 +116,7 @@ def test_an_encoder_decoder_races_on_repairs(run, nowhere):
     configs = [{"method": "draft_model"}, {"method": "prediction"}]
     configs += [{"method": "mixture", "members": [{"method": "draft_model", "model": models[-1]}, configs[1]]}]
     words = [word for config in configs for word in ("--speculative-config", json.dumps(config))]
-    result = run("bench", "race", *models, *short_race, *words)
-    assert result.code == 0, result.err
-    rows = json.loads(result.out)["rows"]
+    rows = json.loads(run("bench", "race", *models, *short_race, *words).ok().out)["rows"]
     assert [row["method"] for row in rows] == ["plain", "draft_model", "prediction", "mixture"]
     assert all(row["identical_to_plain"] for row in rows) and rows[1]["tokens_per_pass"] > 1.5
 
@@ -140,8 +133,7 @@ def prompts(folder: Path) -> Path:
 def test_costs_are_tabled_beside_their_floor(run, tiny_pair):
     models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
     small = ("--rows", "1,2", "--context", "16,32", "--turns", "2")
-    result = run("bench", "costs", *models, *small, "--parts", "passes,transformers,startup")
-    assert result.code == 0, result.err
+    result = run("bench", "costs", *models, *small, "--parts", "passes,transformers,startup").ok()
     for word in ("x limit", "transformers ms", "start to first token", "processor"):
         assert word in result.out
     assert [line.split(":")[0] for line in result.err.splitlines()] == [
@@ -166,8 +158,7 @@ def test_a_tiny_cell_of_the_table(run, tiny_pair, nowhere, tmp_path):
     arguments = [*short(tiny_pair), "--only", "completion, T=0, bf16, batch 1", "--repeats", "1", "--peers", "none"]
     arguments += ["--fixed", '{"method": "suffix", "num_speculative_tokens": 2}', "--record", str(files[0])]
     for _ in range(2):  # the second one finds all in the record
-        result = run("bench", "table", *arguments, "--output", str(files[1]), "--html", str(files[2]))
-        assert result.code == 0, result.err
+        result = run("bench", "table", *arguments, "--output", str(files[1]), "--html", str(files[2])).ok()
         assert "completion, T=0, bf16, batch 1" in result.out
     cell = json.loads(files[1].read_text())["cells"][0]
     assert [row["method"] for row in cell["rows"]] == ["plain", "default", "suffix"]
@@ -279,8 +270,7 @@ def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
     options = f"--model {tiny_pair.target} --draft-model {tiny_pair.draft} --dtype float32"
     sizes = ("--long-tokens", "40", "--shared-tokens", "30", "--agents", "2", "--max-tokens", "4", "--requests", "1")
     places = ("--output", str(files[0]), "--html", str(files[1]))
-    result = run("bench", "serve", "--server-options", options, "--concurrency", "1,2", *sizes, *places, "--json")
-    assert result.code == 0, result.err
+    result = run("bench", "serve", "--server-options", options, "--concurrency", "1,2", *sizes, *places, "--json").ok()
     record = json.loads(result.out)
     assert record == json.loads(files[0].read_text()) and "<svg" in files[1].read_text()
     runs = [(each["workload"], each["concurrency"]) for each in record["results"]]
@@ -306,5 +296,4 @@ def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_invalid_loads_are_refused(run, arguments: tuple[str, ...], words: str) -> None:
-    result = run("bench", "serve", *arguments)
-    assert result.code == 1 and words in result.err and "Traceback" not in result.err
+    assert "Traceback" not in run("bench", "serve", *arguments).refused(words).err

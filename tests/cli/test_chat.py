@@ -50,8 +50,7 @@ def answers(result: Any) -> list[dict[str, Any]]:
 
 
 def test_through_a_pipe_answers_alone_go_to_standard_output(chat):
-    told = chat("def f(x):", "", "/temperature 0", "import os")
-    assert told.code == 0
+    told = chat("def f(x):", "", "/temperature 0", "import os").ok()
     assert told.err.count("8 tokens · ") == 2 and "temperature: 0" in told.err and "cut at 8 tokens" in told.err
     assert "\x1b" not in told.out + told.err and "tok/s" not in told.out and "temperature" not in told.out
 
@@ -136,8 +135,7 @@ def test_the_oldest_turns_go_when_the_model_is_full(chat):
 
 
 def test_without_a_template_the_error_names_the_option(run, pair):
-    told = run("chat", "--model", str(pair.target))
-    assert told.code == 1 and "--chat-template FILE" in told.err
+    run("chat", "--model", str(pair.target)).refused("--chat-template FILE")
 
 
 def test_bad_options_are_refused_before_anything_is_loaded(run, tmp_path):

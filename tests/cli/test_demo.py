@@ -14,8 +14,7 @@ SHORT = ("--size", "none", "--prompts", "2", "--max-tokens", "10", "--speculativ
 
 
 def test_plain_blocks_without_a_terminal(run, pair):
-    result = run("demo", *SHORT)
-    assert result.code == 0
+    result = run("demo", *SHORT).ok()
     assert "texts identical: yes" in result.out
     assert "~~draft, rejected~~" in result.out
     for word in ("plain", "speculative", "speed-up", "mean acceptance length", "--- 2 of 2"):
@@ -25,9 +24,7 @@ def test_plain_blocks_without_a_terminal(run, pair):
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_a_race_as_json_is_one_document(run, pair, temperature):
-    result = run("demo", *SHORT, "--temperature", temperature, "--json")
-    record = json.loads(result.out)
-    assert result.code == 0
+    record = json.loads(run("demo", *SHORT, "--temperature", temperature, "--json").ok().out)
     assert record["identical"] is True
     assert record["plain"]["tokens"] == record["speculative"]["tokens"] == 20
     assert record["speculative"]["mean_acceptance_length"] >= 1

@@ -19,8 +19,7 @@ def read(file: Path) -> ElementTree.Element:
 @pytest.mark.parametrize("extra", [(), ("--json",)])
 def test_the_page_is_of_the_text_that_is_printed(run, pair, tmp_path, extra):
     file = tmp_path / "text.html"
-    result = run("generate", "def f(x):", *LENGTH, *extra, "--html", str(file))
-    assert result.code == 0
+    result = run("generate", "def f(x):", *LENGTH, *extra, "--html", str(file)).ok()
     text = json.loads(result.out)["text"] if extra else result.out
     root = read(file)
     shown = [each for each in root.iter("span") if (each.get("class") or "").startswith("token")]

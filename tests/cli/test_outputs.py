@@ -151,9 +151,7 @@ def test_an_output_that_is_an_input_is_refused(run: Run, work: Workspace, comman
         if name != "texts":
             outs.append(path / "inside")
         for out in outs:
-            result = run(*work.args(command, out, *force))
-            assert (result.code, result.out) == (1, "")
-            assert "this command uses" in result.err
+            run(*work.args(command, out, *force)).refused("this command uses")
     assert work.unchanged()
 
 
@@ -162,9 +160,7 @@ def test_another_kind_of_artifact_is_never_replaced(run: Run, work: Workspace, c
     outs = [ARTIFACTS[kind](tmp_path / kind, work.pair) for kind in ARTIFACTS.keys() - {COMMANDS[command][0]}]
     before = contents(tmp_path)
     for out, force in product(outs, ((), ("--force",))):
-        result = run(*work.args(command, out, *force))
-        assert (result.code, result.out) == (1, ""), out.name
-        assert "is not replaced by" in result.err, out.name
+        run(*work.args(command, out, *force)).refused("is not replaced by")
     assert contents(tmp_path) == before
 
 
@@ -173,9 +169,7 @@ def test_the_same_kind_is_replaced_only_if_asked(run: Run, work: Workspace, comm
     out = ARTIFACTS[COMMANDS[command][0]](tmp_path / "out", work.pair)
     (out / "notes.txt").write_text("mine")
     before = contents(tmp_path)
-    result = run(*work.args(command, out))
-    assert (result.code, result.out) == (1, "")
-    assert "exists; name another output, or pass --force to replace it" in result.err
+    run(*work.args(command, out)).refused("exists; name another output, or pass --force to replace it")
     assert contents(tmp_path) == before
 
 
@@ -183,15 +177,13 @@ def test_the_same_kind_is_replaced_only_if_asked(run: Run, work: Workspace, comm
 def test_force_replaces_the_same_kind(run: Run, work: Workspace, command: str, tmp_path: Path) -> None:
     if command == "train seq2seq-draft":
         shutil.rmtree(work.inputs["t5"])
-        made = run(*work.args("train seq2seq", work.inputs["t5"]))
-        assert made.code == 0, made.err
+        run(*work.args("train seq2seq", work.inputs["t5"])).ok()
         work.before = contents(work.root)
     (tmp_path / "out").mkdir()
     out = ARTIFACTS[COMMANDS[command][0]](tmp_path / "out" / "artifact", work.pair)
     kind, before = kind_of(out), contents(out)
     (out / "notes.txt").write_text("of the earlier one")
-    result = run(*work.args(command, out, "--force"))
-    assert result.code == 0, result.err
+    run(*work.args(command, out, "--force")).ok()
     assert kind_of(out) == kind and contents(out) != before and "notes.txt" not in contents(out)
     assert [path.name for path in out.parent.iterdir()] == ["artifact"]
     assert work.unchanged()
@@ -210,12 +202,11 @@ def test_gguf_files_and_parts_of_split_ones_are_protected(run: Run, work: Worksp
         (work.inputs["target"], file, "--force"),
     ):
         force = () if words == "--force" else ("--force",)
-        result = run("quantize", str(source), str(out), "--scheme", "F16", *force)
-        assert result.code == 1 and words in result.err, result.err
+        run("quantize", str(source), str(out), "--scheme", "F16", *force).refused(words)
         assert contents(tmp_path) == before
     assert run("quantize", str(file), str(folder), "--scheme", "bfloat16").code == 0
     result = run("train", "eagle3", str(folder), "--model", str(folder), "--data", str(work.inputs["texts"]))
-    assert result.code == 1 and "the same folder" in result.err
+    result.refused("the same folder")
 
 
 FILE_COMMANDS = {
@@ -256,8 +247,7 @@ def test_output_files_are_no_inputs_and_no_other_files(run: Run, work: Workspace
         work.inputs["texts"] / "f1.py": "is not replaced by",
     }
     for file, words in cases.items():
-        result = run(*args, option, str(file))
-        assert result.code == 1 and words in result.err, (file, result.err)
+        run(*args, option, str(file)).refused(words)
         assert work.unchanged()
 
 
@@ -267,7 +257,7 @@ def test_prompts_are_not_written_over(run: Run, tmp_path: Path) -> None:
     for command in ("plan", "audit", "bench race", "bench table --only x --record"):
         option = [] if command.endswith("--record") else ["--prompts", str(prompts), "--output"]
         result = run(*command.split(), *option, str(prompts), *(["--output", str(prompts)] if not option else []))
-        assert result.code == 1 and "the same file" in result.err
+        result.refused("the same file")
     assert prompts.read_text() == '{"prompt": "a"}\n'
     (tmp_path / "link").symlink_to(prompts)
     assert "the same file" in run("plan", "--prompts", str(prompts), "--output", str(tmp_path / "link")).err
@@ -299,11 +289,9 @@ def test_empty_files_and_folders_are_replaced_by_their_like_alone(run: Run, work
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder.gguf").mkdir()
     for command in ("quantize", "convert", "build-datastore"):
-        result = run(*work.args(command, tmp_path / "file", "--force"))
-        assert result.code == 1 and "is a file" in result.err
+        run(*work.args(command, tmp_path / "file", "--force")).refused("is a file")
     target = str(work.inputs["target"])
-    result = run("quantize", target, str(tmp_path / "folder.gguf"), "--scheme", "F16")
-    assert result.code == 1 and "is a folder" in result.err
+    run("quantize", target, str(tmp_path / "folder.gguf"), "--scheme", "F16").refused("is a folder")
     assert run(*work.args("convert", tmp_path / "folder")).code == 0
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "folder.gguf", "work"]
 

@@ -21,8 +21,7 @@ def short(tiny_pair) -> str:
 def test_a_plan_says_what_to_do(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     options = "--temperature 0 --batch 1 --batch 2"
-    result = run(f"{short(tiny_pair)} {options} --output {files[0]} --html {files[1]}")
-    assert result.code == 0, result.err
+    result = run(f"{short(tiny_pair)} {options} --output {files[0]} --html {files[1]}").ok()
     assert "\x1b" not in result.out
     for words in ("temperature 0, batch 1", "temperature 0, batch 2", "plain", "draft_model draft", "recycling"):
         assert words in result.out
@@ -54,8 +53,7 @@ def test_prompts_and_configurations_of_ones_own(run, tiny_pair, cache):
     prompts = prompts_file(cache, ["def f(", "import os"])
     config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
     options = f"--model {tiny_pair.target} --prompts {prompts} --max-tokens 8 --turns 3 --temperature 0.8 --color never"
-    result = run(f"plan {options}", "--speculative-config", config)
-    assert result.code == 0, result.err
+    result = run(f"plan {options}", "--speculative-config", config).ok()
     assert "temperature 0.8, batch 1" in result.out and "prompt_lookup_max 2" in result.out
 
 
@@ -70,8 +68,7 @@ def test_texts_that_the_target_wrote_before_are_taken(run, tiny_pair, cache):
     depth_1 = next(row for row in rows if row["method"] == "draft_model")
     assert depth_1["tokens_per_pass_low"] == pytest.approx(depth_1["tokens_per_pass"]), "three times the same text"
     prompts.write_text(prompts.read_text() + '{"prompt": "x"}\n')
-    result = run(*command, "--count", "4")
-    assert result.code == 1 and "completion" in result.err
+    run(*command, "--count", "4").refused("completion")
 
 
 def test_impossible_plans_are_refused_in_one_line(run, tiny_pair, cache):
@@ -81,8 +78,7 @@ def test_impossible_plans_are_refused_in_one_line(run, tiny_pair, cache):
         ("--heads", str(tiny_pair.target), "no heads that are known"),
         ("--prompts", "/nowhere.jsonl", "cannot read the prompts"),
     ):
-        result = run(short(tiny_pair), option, value)
-        assert result.code == 1 and words in result.err and result.err.count("\n") == 1
+        assert run(short(tiny_pair), option, value).refused(words).err.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -90,8 +86,7 @@ def test_drafting_on_another_machine_is_predicted_beside_it(run, tiny_pair, cach
     monkeypatch.setattr("foretoken.plan.simulator.TOKENS", 100)
     files = cache / "plan.json", cache / "plan.html"
     command = (short(tiny_pair), "--temperature", "0", "--rtt", "5")
-    result = run(*command, "--output", str(files[0]), "--html", str(files[1]))
-    assert result.code == 0, result.err
+    result = run(*command, "--output", str(files[0]), "--html", str(files[1])).ok()
     assert "drafting 5 ms away, speedup over plain, simulated" in result.out
     (actual,) = json.loads(files[0].read_text())["remote_drafting"]
     assert [option["strategy"] for option in actual["options"]] == ["local", "si", "dsd", "pearl", "dsi"]
@@ -112,8 +107,7 @@ def test_a_plan_writes_its_record_and_page(run, prompts, tmp_path, monkeypatch):
         words = ("--endpoint", url, "--baseline", plain, "--model", "sim", "--max-tokens", "24")
         words += ("--concurrency", "1", "--concurrency", "2", "--prompts", str(prompts))
         config = ("--speculative-config", '{"method": "draft_model", "model": "D"}')
-        result = run("plan", *words, *config, "--output", str(output), "--html", str(page))
-    assert result.code == 0, result.out + result.err
+        result = run("plan", *words, *config, "--output", str(output), "--html", str(page)).ok()
     assert "requests" in result.err and "minutes" in result.err  # before
     record = json.loads(output.read_text())
     assert record["outcome"] == "plan" and record["verdict"][0] in result.out
@@ -232,8 +226,7 @@ def test_a_plan_for_vllm_says_what_to_paste_there(run, tiny_pair, vllm_cache):
     files = vllm_cache / "plan.json", vllm_cache / "plan.html"
     own = '{"method": "suffix", "num_speculative_tokens": 1}'
     configs = ("--speculative-config", own, "--speculative-config", '{"method": "ngram_gpu"}')
-    result = run(f"{short_vllm(tiny_pair)} --output {files[0]} --html {files[1]} --batch 2", *configs)
-    assert result.code == 0, result.err
+    result = run(f"{short_vllm(tiny_pair)} --output {files[0]} --html {files[1]} --batch 2", *configs).ok()
     assert "no GPU here" in result.err and "planned without it" in result.err
     for words in ("temperature 0, batch 2", "ngram", "suffix, recycling", "speculative_config={", "vLLM"):
         assert words in result.out

@@ -10,8 +10,7 @@ SHORT = "simulate --tokens 200 --repeats 1"
 
 def test_a_table_and_a_sentence(run, tmp_path):
     file = tmp_path / "found.json"
-    result = run(SHORT, "--target-ms", "30", "--draft-ms", "5", "--lookahead", "5", "--output", str(file))
-    assert result.code == 0, result.err
+    result = run(SHORT, "--target-ms", "30", "--draft-ms", "5", "--lookahead", "5", "--output", str(file)).ok()
     for words in ("plain", "si", "dsi", "pearl", "dsd", "over plain", "Pipelining is profitable here"):
         assert words in result.out
     record = json.loads(file.read_text())
@@ -22,23 +21,19 @@ def test_a_table_and_a_sentence(run, tmp_path):
 
 def test_a_page_without_its_extra_is_refused_before_the_work(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run(SHORT, "--html", str(tmp_path / "page.html"))
-    assert (result.code, result.out) == (1, "") and "pip install 'foretoken[report]'" in result.err
+    run(SHORT, "--html", str(tmp_path / "page.html")).refused("pip install 'foretoken[report]'")
     assert not list(tmp_path.iterdir())
 
 
 def test_json_is_one_document_on_standard_output(run, tmp_path):
     file = tmp_path / "result.json"
-    result = run(SHORT, "--json", "--output", str(file))
-    assert result.code == 0, result.err
-    assert json.loads(result.out) == json.loads(file.read_text())
+    assert json.loads(run(SHORT, "--json", "--output", str(file)).ok().out) == json.loads(file.read_text())
 
 
 def test_a_sweep_says_where_pipelining_pays_and_draws_it(run, tmp_path):
     files = tmp_path / "found.json", tmp_path / "found.html"
     options = "--sweep rtt --values 0:200:3 --verifiers 3 --strategy plain --strategy dsd --strategy dsi"
-    result = run(f"{SHORT} {options} --output {files[0]} --html {files[1]}")
-    assert result.code == 0, result.err
+    result = run(f"{SHORT} {options} --output {files[0]} --html {files[1]}").ok()
     assert "Pipelining is profitable from 0 to" in result.out and "of 0 to 200 tried" in result.out
     record = json.loads(files[0].read_text())
     assert record["sweep"]["values"] == [0.0, 0.1, 0.2]
@@ -49,8 +44,7 @@ def test_a_sweep_says_where_pipelining_pays_and_draws_it(run, tmp_path):
 def test_every_value_that_can_be_swept(run, tmp_path):
     for by, values in {"acceptance": "0.5,0.9", "verifiers": "1,3", "draft-ms": "3:9:2"}.items():
         file = tmp_path / f"{by}.html"
-        result = run(SHORT, "--sweep", by, "--values", values, "--html", str(file))
-        assert result.code == 0, result.err
+        result = run(SHORT, "--sweep", by, "--values", values, "--html", str(file)).ok()
         assert "Pipelining is profitable" in result.out and "<svg" in file.read_text()
     assert run(SHORT, "--acceptance", "0.9", "--acceptance", "0.5", "--html", str(tmp_path / "plain.html")).code == 0
 
@@ -67,5 +61,4 @@ def test_invalid_options_are_refused(run, tmp_path):
         (("--repeats", "0"), "repeats"),
         (("--output", str(tmp_path)), "expected the name of a file"),
     ]:
-        result = run(SHORT, *options)
-        assert result.code == 1 and words in result.err, (options, result.err)
+        run(SHORT, *options).refused(words)

@@ -22,8 +22,7 @@ def _tensors(folder):
 def test_there_and_back(run, tmp_path):
     source = tiny.save(tmp_path / "a", *tiny.eagle3())
     assert run("convert", str(source), str(tmp_path / "b"), "--to", "speculators").code == 0
-    result = run("convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "sglang")
-    assert result.code == 0
+    result = run("convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "sglang").ok()
     assert result.out.endswith("tensors for sglang\n")
     before, after = _tensors(source), _tensors(tmp_path / "c")
     assert before.keys() == after.keys()
@@ -34,13 +33,9 @@ def test_there_and_back(run, tmp_path):
 def test_a_shared_vocabulary_head_is_written_out(run, tiny_pair, tmp_path):
     embedding = _tensors(tiny_pair.target)["model.embed_tokens.weight"]
     source = tiny.save(tmp_path / "a", *tiny.medusa(vocab=embedding.shape[0]))
-    result = run("convert", str(source), str(tmp_path / "b"), "--to", "medusa")
-    assert result.code == 1
-    assert "--target" in result.err
+    run("convert", str(source), str(tmp_path / "b"), "--to", "medusa").refused("--target")
     assert not (tmp_path / "b").exists()
-    assert (
-        run("convert", str(source), str(tmp_path / "b"), "--to", "medusa", "--target", str(tiny_pair.target)).code == 0
-    )
+    run("convert", str(source), str(tmp_path / "b"), "--to", "medusa", "--target", str(tiny_pair.target)).ok()
     written = _tensors(tmp_path / "b")
     tied = json.loads((tiny_pair.target / "config.json").read_text())["tie_word_embeddings"]
     head = embedding if tied else _tensors(tiny_pair.target)["lm_head.weight"]
@@ -50,8 +45,7 @@ def test_a_shared_vocabulary_head_is_written_out(run, tiny_pair, tmp_path):
 def test_block_drafters_change_their_layout(run, tiny_pair, tmp_path):
     embedding = _tensors(tiny_pair.target)["model.embed_tokens.weight"]
     source = tiny.save(tmp_path / "a", *blocks.dflash(vocab=embedding.shape[0]))
-    refused = run("convert", str(source), str(tmp_path / "b"), "--to", "speculators")
-    assert refused.code == 1 and "--target" in refused.err
+    run("convert", str(source), str(tmp_path / "b"), "--to", "speculators").refused("--target")
     there = ("--to", "speculators", "--target", str(tiny_pair.target))
     assert run("convert", str(source), str(tmp_path / "b"), *there).code == 0
     assert run("convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "vllm").code == 0
@@ -72,14 +66,13 @@ def test_the_ends_of_multimodal_targets_are_found(run, tiny_pair, tmp_path):
     embedding = before["model.embed_tokens.weight"]
     layer = {"mtp.fc.weight": torch.ones(64, 128)}
     source = tiny.save(tmp_path / "mtp", {"tie_word_embeddings": True}, layer)
-    result = run("convert", str(source), str(tmp_path / "out"), "--to", "vllm", "--target", str(target))
-    assert result.code == 0, result.err
+    run("convert", str(source), str(tmp_path / "out"), "--to", "vllm", "--target", str(target)).ok()
     assert torch.equal(_tensors(tmp_path / "out")["model.embed_tokens.weight"], embedding)
     weights, name, _ = ends_of(target)
     assert torch.equal(weights[name], embedding)
     tiny.save(tmp_path / "none", config, layer)
     result = run("convert", str(source), str(tmp_path / "b"), "--to", "vllm", "--target", str(tmp_path / "none"))
-    assert result.code == 1 and "has no embedding" in result.err
+    result.refused("has no embedding")
 
 
 def test_refusals_are_one_line(run, tmp_path):
@@ -90,10 +83,7 @@ def test_refusals_are_one_line(run, tmp_path):
         (str(source), str(source), "--to", "vllm"): "same folder",
         (str(tmp_path / "none"), str(tmp_path / "b"), "--to", "vllm"): "does not exist",
     }.items():
-        result = run("convert", *args)
-        assert (result.code, result.out) == (1, "")
-        assert message in result.err
-        assert result.err.count("\n") == 1
+        assert run("convert", *args).refused(message).err.count("\n") == 1
         assert not (tmp_path / "b").exists()
 
 
@@ -108,8 +98,7 @@ def test_a_model_is_no_heads(run, tiny_pair, tmp_path):
 def test_scale_up_takes_heads_along(run, tiny_pair, tmp_path):
     head = tiny.save(tmp_path / "head", *tiny.blockwise())
     sizes = ["--hidden", "128", "--intermediate", "96", "--layers", "3", "--heads", "8", "--kv-heads", "2"]
-    result = run("widen", str(tiny_pair.target), str(tmp_path / "wide"), *sizes, "--head", str(head))
-    assert result.code == 0, result.err
+    run("widen", str(tiny_pair.target), str(tmp_path / "wide"), *sizes, "--head", str(head)).ok()
     assert _tensors(tmp_path / "wide" / "heads" / "blockwise")["heads.0.up.weight"].shape == (24, 128)
 
 
@@ -118,8 +107,7 @@ DRAFT = str(zoo.path("draft"))
 
 @pytest.mark.slow
 def test_a_folder_and_a_file_are_written(run, tmp_path):
-    result = run("quantize", DRAFT, str(tmp_path / "q"), "--scheme", "int4-g64")
-    assert result.code == 0
+    result = run("quantize", DRAFT, str(tmp_path / "q"), "--scheme", "int4-g64").ok()
     assert "int4-g64, 1.9 MB -> " in result.out and "loss" not in result.out
     assert load_config(tmp_path / "q")["quantization_config"]["format"] == "pack-quantized"
     load_model(tmp_path / "q")
@@ -139,9 +127,7 @@ def test_text_from_a_file_or_standard_input_tells_the_loss(run, tmp_path):
     records = []
     for name, stdin in ((str(tmp_path / "text"), ""), ("-", text)):
         args = ("--scheme", "int4", "--calibration", name, "--json", "--force")
-        result = run("quantize", DRAFT, str(tmp_path / "q"), *args, stdin=stdin)
-        assert result.code == 0, result.err
-        records.append(json.loads(result.out))
+        records.append(json.loads(run("quantize", DRAFT, str(tmp_path / "q"), *args, stdin=stdin).ok().out))
     assert records[0]["loss_after"] == records[1]["loss_after"]
     assert 0 < records[0]["loss_before"] < records[0]["loss_after"] < records[0]["loss_before"] + 0.5
     assert records[0]["loss_tokens"] > 0
@@ -168,9 +154,7 @@ def test_refusals_are_one_line_and_leave_nothing(run, tmp_path):
         (DRAFT, q, "--scheme", "int4", "--calibration", str(tmp_path / "none")): "cannot read the calibration text",
         (DRAFT, q, "--scheme", "int4", "--calibration", str(tmp_path / "bytes")): "expected a text file in UTF-8",
     }.items():
-        result = run("quantize", *args)
-        assert (result.code, result.out) == (1, ""), args
-        assert message in result.err and result.err.count("\n") == 1, result.err
+        assert run("quantize", *args).refused(message).err.count("\n") == 1
         assert not Path(q).exists() and not Path(gguf).exists()
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 
@@ -209,9 +193,7 @@ def build(run, pair, out, *data, extra=()):
 
 def test_build_and_generate(run, pair, files, tmp_path, tokenizer):
     out = tmp_path / "store"
-    result = build(run, pair, out, files, extra=("--json",))
-    facts = json.loads(result.out)
-    assert result.code == 0
+    facts = json.loads(build(run, pair, out, files, extra=("--json",)).ok().out)
     assert facts["tokens"] == len(tokenizer.encode(TEXT)) + len(tokenizer.encode("日本語 emoji 🙂\n"))
     assert facts["documents"] == 2
     config = json.dumps({"method": "retrieval", "model": str(out), "control": "fixed"})
@@ -224,8 +206,7 @@ def test_build_and_generate(run, pair, files, tmp_path, tokenizer):
 
 
 def test_the_bundled_target_is_the_default(run, pair, files, tmp_path):
-    result = run("build-datastore", str(tmp_path / "store"), "--data", str(files / "a.py"))
-    assert result.code == 0
+    result = run("build-datastore", str(tmp_path / "store"), "--data", str(files / "a.py")).ok()
     assert "tokens of 1 file(s)" in result.out
 
 
@@ -258,10 +239,8 @@ def test_a_full_disk_leaves_nothing_behind(run, pair, files, tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(stores.DatastoreWriter, "_flush", full)
-    result = build(run, pair, tmp_path / "store", files)
-    assert result.code == 1
-    assert "No space left on device" in result.err
-    assert "nothing was left behind" in result.err
+    error = build(run, pair, tmp_path / "store", files).refused("No space left on device").err
+    assert "nothing was left behind" in error
     assert sorted(path.name for path in tmp_path.iterdir() if "store" in path.name) == []
 
 
@@ -272,8 +251,7 @@ def test_a_truncated_datastore_is_one_clear_line(run, pair, files, tmp_path):
     file.write_bytes(file.read_bytes()[:100])
     config = json.dumps({"method": "retrieval", "model": str(out), "control": "fixed"})
     result = run("generate", "def", "--model", str(pair.target), "--speculative-config", config)
-    assert result.code == 1
-    assert "order-00000.bin has 100 bytes" in result.err
+    result.refused("order-00000.bin has 100 bytes")
 
 
 @pytest.mark.slow
