@@ -33,7 +33,7 @@ REQUIRED = {
 
 
 @pytest.fixture
-def nowhere(monkeypatch, tmp_path, own_cache):
+def nowhere(monkeypatch, tmp_path, own_cache, preloaded_python):
     monkeypatch.setattr(registry, "folder", lambda: tmp_path / "peers")
 
 
@@ -41,7 +41,6 @@ def short(pair) -> tuple[str, ...]:
     return ("--target", str(pair.target), "--draft", str(pair.draft), "--count", "2", "--max-tokens", "8")
 
 
-@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tiny_pair, nowhere, tmp_path):
     """Ours and transformers, each in a process of its own; a peer that is not set up is one line."""
@@ -67,7 +66,6 @@ def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tin
     assert files[1].read_text().startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
     file = tmp_path / "race.json"
@@ -81,7 +79,6 @@ def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
     ]
 
 
-@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_a_race_without_a_draft_model(run, tiny_pair, nowhere, tmp_path):
     file = tmp_path / "target.gguf"
@@ -95,7 +92,6 @@ def test_a_race_without_a_draft_model(run, tiny_pair, nowhere, tmp_path):
     result.refused("name its draft too, or a method without a draft model")
 
 
-@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_a_race_over_one_long_prompt(run, tiny_pair, nowhere):
     """More tokens than the target's positions, in plain decoding alone."""
@@ -107,7 +103,6 @@ def test_a_race_over_one_long_prompt(run, tiny_pair, nowhere):
     assert record["setting"]["prompts"] == "1 of prompts of 5000 tokens" and record["rows"][0]["resident_bytes"] > 0
 
 
-@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.slow
 def test_an_encoder_decoder_races_on_repairs(run, nowhere):
     """Every prompt generates as many tokens as its fixed code has."""
