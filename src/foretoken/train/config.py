@@ -4,7 +4,6 @@ Each dataclass is a group of options. A field is the option of its name unless i
 no option. The ``Args`` of a docstring are the help of the options.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from inspect import formatannotation
 from pathlib import Path
@@ -27,17 +26,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            name, limits = each.name, _limits(each.metadata)
+            name, limits = each.name, {key: each.metadata[key] for key in ("low", "high") if key in each.metadata}
             kind = each.type if isinstance(each.type, str) else formatannotation(each.type)
             value, optional = getattr(self, name), kind.endswith("None")
             if kind.startswith("int"):
                 integer(name, value, **{"low": 1} | limits, optional=optional)
             elif limits:
                 number(name, value, **limits, optional=optional)
-
-
-def _limits(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: metadata[name] for name in ("low", "high") if name in metadata}
 
 
 @dataclass(frozen=True)

@@ -109,13 +109,14 @@ class TrainingRun:
         trainer, config = self._trainer, self.config
         if processes.rank() > 0:
             return trainer.history[-1]
+        device = next(trainer.model.parameters()).device
         card: dict[str, object] = {
             "command": command_line(arguments, config, corpus, option),
             "revision": _revision(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "processor": platform.machine(),
-            "device": _device(trainer.model),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "config": asdict(config),
             "steps": trainer.step,
             "tokens": trainer.step * config.batch * config.window,
@@ -146,8 +147,3 @@ def _revision() -> str | None:
     except OSError:
         return None
     return git.stdout.strip() if git.returncode == 0 else None
-
-
-def _device(model: nn.Module) -> str:
-    device = next(model.parameters()).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
