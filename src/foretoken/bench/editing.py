@@ -38,12 +38,8 @@ class Edit:
         return f"{self.source}\n\n# The same function with {old} renamed to {new} and the bug fixed:\n\n"
 
 
-def _edits() -> tuple[Edit, ...]:
-    rows = tomllib.loads(Path(__file__).with_name("edits.toml").read_text(encoding="utf-8"))["edit"]
-    return tuple(Edit(row["source"], tuple(row["rename"]), tuple(row["fix"])) for row in rows)
-
-
-EDITS = _edits()
+_ROWS = tomllib.loads(Path(__file__).with_name("edits.toml").read_text(encoding="utf-8"))["edit"]
+EDITS = tuple(Edit(row["source"], tuple(row["rename"]), tuple(row["fix"])) for row in _ROWS)
 
 
 class EditingTask(NamedTuple):

@@ -293,9 +293,12 @@ def build_datastore(
     from foretoken.core.progress import Reporter
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.propose.retrieval import DatastoreWriter
+    from foretoken.train.data import text_files
 
     path = resolve(model) if model is not None else zoo.path("target")
-    destination, files = Destination.checked(out, artifacts.DATASTORE, (path, *data), force), _files(data)
+    destination = Destination.checked(out, artifacts.DATASTORE, (path, *data), force)
+    if not (files := text_files(data)):
+        raise InvalidRequest("the folders hold no .py, .md or .txt file; name the files themselves")
     tokenizer = load_tokenizer(path)
     with destination.folder() as folder, Reporter("build-datastore") as reporter:
         writer = DatastoreWriter(folder, tokenizer)
@@ -314,14 +317,6 @@ def build_datastore(
     facts = {"path": str(out), "tokens": writer.tokens, "documents": writer.documents, "bytes": writer.nbytes}
     text = f"{out}: {writer.tokens:,} tokens of {len(files):,} file(s), {writer.nbytes / 1e6:.1f} MB"
     print(json.dumps(facts) if as_json else text)
-
-
-def _files(paths: list[Path]) -> list[Path]:
-    from foretoken.train.data import text_files
-
-    if not (files := text_files(paths)):
-        raise InvalidRequest("the folders hold no .py, .md or .txt file; name the files themselves")
-    return files
 
 
 def _batches(files: list[Path]) -> Iterator[list[str]]:

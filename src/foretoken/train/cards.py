@@ -155,8 +155,9 @@ def _card(
     ]
     if costs is not None:
         rows.append(("held-out loss on foretoken's runtime, bfloat16 and int8", _compared(**costs)))
-    if "mtp" in facts:
-        rows += _mtp_rows(facts["mtp"])
+    if (mtp := facts.get("mtp")) is not None:
+        rows.append(("MTP layer", f"trained with the model, then {mtp['minutes']} minutes on its own outputs"))
+        rows += _position_rows("acceptance of its chain by position", mtp)
     note: list[str] = []
     if target is not None and figures is not None:
         rows += acceptance_rows(target, figures)
@@ -203,14 +204,6 @@ def _layer_rows(config: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("layers", f"{len(config['layer_types']) - attention} of gated DeltaNet, {attention} of attention"),
         ("experts", f"{config['num_experts']} a layer, {experts} of them and a shared one a token"),
-    ]
-
-
-def _mtp_rows(mtp: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the rows about a checkpoint's MTP layer."""
-    return [
-        ("MTP layer", f"trained with the model, then {mtp['minutes']} minutes on its own outputs"),
-        *_position_rows("acceptance of its chain by position", mtp),
     ]
 
 

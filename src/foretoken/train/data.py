@@ -103,13 +103,9 @@ def _split(name: str, root: Path, files: list[Path]) -> Corpus:
             named += [(f"{relative}:{i}", line) for i, line in enumerate(_lines(file, text))]
         else:
             named.append((relative, text))
-    ranked = [text for _, text in sorted(named, key=lambda pair: _rank(pair[0]))]
+    ranked = [text for _, text in sorted(named, key=lambda pair: hashlib.sha256(pair[0].encode()).digest()[:4])]
     count = max(1, len(ranked) * HELD_OUT_PERCENT // 100)
     return Corpus(name, tuple(t for t in ranked[count:] if t.strip()), tuple(ranked[:count]))
-
-
-def _rank(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
 
 
 def _lines(file: Path, text: str) -> list[str]:

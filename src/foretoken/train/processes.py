@@ -42,7 +42,8 @@ def largest(seconds: float, stop: bool) -> tuple[float, bool]:
     """Returns the greatest time of all processes, and whether any must stop, so that all end at one step."""
     if world() == 1:
         return seconds, stop
-    both = torch.tensor([seconds, float(stop)], device=_device(), dtype=torch.float64)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    both = torch.tensor([seconds, float(stop)], device=device, dtype=torch.float64)
     dist.all_reduce(both, dist.ReduceOp.MAX)
     return both[0].item(), bool(both[1].item())
 
@@ -57,7 +58,3 @@ def average_gradients(model: nn.Module) -> None:
     flat /= world()
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

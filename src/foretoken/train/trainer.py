@@ -76,9 +76,10 @@ def orthogonal(x: Tensor) -> Tensor:
 def optimizers(model: nn.Module, config: TrainConfig, scale: Callable[[str], float]) -> list[torch.optim.Optimizer]:
     """Returns Muon (orthogonalized momentum) for matrices and stacks of experts, and AdamW for all else."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    tables = ("embed", "lm_head", "shared.weight", "relative_attention_bias", "markov_w")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            matrix = (parameter.ndim == 2 and _is_matrix(name)) or ".experts." in name
+            matrix = (parameter.ndim == 2 and not any(table in name for table in tables)) or ".experts." in name
             groups.setdefault((matrix, scale(name)), []).append(parameter)
     rate, decay, made = config.learning_rate, config.weight_decay, list[torch.optim.Optimizer]()
     for matrices in (False, True):
@@ -88,12 +89,6 @@ def optimizers(model: nn.Module, config: TrainConfig, scale: Callable[[str], flo
         elif own:
             made.append(torch.optim.AdamW(own, lr=rate, weight_decay=0.0, betas=(0.9, 0.95), fused=True))
     return made
-
-
-def _is_matrix(name: str) -> bool:
-    return not any(
-        table in name for table in ("embed", "lm_head", "shared.weight", "relative_attention_bias", "markov_w")
-    )
 
 
 def compiled(fn: Callable[..., Any], enabled: bool | None, dynamic: bool | None = None) -> Callable[..., Any]:
