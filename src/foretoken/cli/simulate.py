@@ -51,14 +51,20 @@ class SimulationOptions:
     @property
     def setting(self) -> Setting:
         """Workers and a text. Raises InvalidRequest."""
-        from foretoken.plan.strategies import Setting
+        from foretoken.plan.strategies import Setting, servers_needed
 
+        verifiers = self.verifiers
+        if not verifiers:
+            number("--target-ms", self.target_ms, 0.0)
+            number("--draft-ms", self.draft_ms, 0.0)
+            integer("--depth", self.depth, 1)
+            verifiers = servers_needed(self.target_ms, self.draft_ms, self.depth)
         return Setting(
             self.target_ms / 1e3,
             self.draft_ms / 1e3,
             tuple(self.acceptance or (0.8,)),
             self.depth,
-            self.verifiers or _needed(self.target_ms, self.draft_ms, self.depth),
+            verifiers,
             self.rtt / 1e3,
             self.tokens,
             self.seed,
@@ -102,15 +108,6 @@ def simulate(
     }
     page = partial(simulation_page, facts, swept or outcomes, verdict, profitable)
     report.publish(record, lambda: [table, Text(verdict, style="bold")], page)
-
-
-def _needed(target: float, draft: float, depth: int) -> int:
-    from foretoken.plan.strategies import servers_needed
-
-    number("--target-ms", target, 0.0)
-    number("--draft-ms", draft, 0.0)
-    integer("--depth", depth, 1)
-    return servers_needed(target, draft, depth)
 
 
 def _values(sweep: Varied, text: str | None) -> list[float]:

@@ -370,13 +370,9 @@ class HybridModel(nn.Module):
         loss = next_token_loss(F.linear(hidden, self.model.embed_tokens.weight), ids)
         if not self.training:
             return loss
-        further, unevenly = self._further(ids, hidden)
+        hidden, unevenly = self.mtp(self.model.embedded(ids[:, 1:]).detach(), hidden[:, :-1].detach())
+        further = next_token_loss(F.linear(hidden, self.model.embed_tokens.weight.detach()), ids[:, 1:])
         return loss + further + BALANCE * (balance + unevenly)
-
-    def _further(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        embedding = self.model.embed_tokens.weight.detach()
-        hidden, balance = self.mtp(self.model.embedded(ids[:, 1:]).detach(), hidden[:, :-1].detach())
-        return next_token_loss(F.linear(hidden, embedding), ids[:, 1:]), balance
 
 
 def _new(shape: HybridShape, tokenizer: PreTrainedTokenizerFast, config: TrainConfig) -> HybridModel:

@@ -49,15 +49,11 @@ class TrainingRun:
         sources, resume, force = [source for source in inputs if source is not None], options.resume, options.force
         self._out, self._resume = Destination.checked(options.out, kind, sources, force), resume
         self.name = self._out.path.name
-        self.checkpoint, self.text, self.distributions = (
-            self._out.path.with_name(f"{self.name}.{ending}") for ending in ("checkpoint", "lessons", "distributions")
-        )
-        for beside, its_kind in (
-            (self.checkpoint, CHECKPOINT),
-            (self.text, TRAINING_TEXT),
-            (self.distributions, DISTRIBUTIONS),
-        ):
+        kinds = {"checkpoint": CHECKPOINT, "lessons": TRAINING_TEXT, "distributions": DISTRIBUTIONS}
+        besides = [self._out.path.with_name(f"{self.name}.{ending}") for ending in kinds]
+        for beside, its_kind in zip(besides, kinds.values(), strict=True):
             Destination.checked(beside, its_kind, sources, force=True)
+        self.checkpoint, self.text, self.distributions = besides
         if self.checkpoint.exists() and not (resume or force):
             raise InvalidRequest(
                 f"{self.checkpoint} is left from an interrupted run; pass --resume to continue it, or --force to start "
