@@ -209,7 +209,7 @@ class Replay:
         position = context.generated
         left = len(tokens) - position
         (budget,) = self.controller.budgets([context], [left - 1])
-        searches = budget > 0 and (not isinstance(self.controller, DraftPolicy) or self.controller.searches(context))
+        searches = budget > 0 and (not isinstance(self.controller, DraftPolicy) or self.controller.searches(context, 1))
         (draft,) = self.proposer.propose([context], [budget])
         path, at = list[int](), -1
         while (children := [c for c in draft.children[at + 1] if draft.ids[c] == tokens[position + len(path)]]) and len(

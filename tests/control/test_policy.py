@@ -391,7 +391,7 @@ def test_an_idle_batch_decides_in_one_of_eight_steps(requests: int, least: int, 
     for _ in range(64):  # the first trials
         made.decode()
     due = made.controller._due
-    made.controller._due = lambda context: decided.add(made.controller.step) or due(context)
+    made.controller._due = lambda *of: decided.add(made.controller.step) or due(*of)
     made.controller._drafted, trials = False, sum(map(bool, made.drafted))
     for _ in range(64):
         made.decode()

@@ -150,7 +150,6 @@ class DraftPolicy(Controller):
         self._priced: tuple[int, int, list[float], list[float]] = (0, 0, [], [])  # step, batch, seconds, prices
         self._budgets: list[int] = []
         self._drafted = False
-        self._batch = 0  # requests in the step
 
     def bound(
         self, max_tokens: int, ledger: Ledger | None = None, memory: MemoryWatch | None = None, constant: bool = False
@@ -168,12 +167,11 @@ class DraftPolicy(Controller):
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         self.step += 1
         limits = caps(contexts, max_draft_tokens, self.max_tokens, self.memory)
-        self._batch = len(contexts)
         due = any(budgets := requested(contexts, limits)) or not self.costs.plain_due(len(contexts))
         # One request's decision delays all requests, so a batch without drafts decides in one of a few steps.
         held = not self._drafted and len(contexts) > 1 and self.step % self.tuning.hold_steps != 0
         for i, context in enumerate(contexts) if due and not held else ():
-            if context.depth is None and self._due(context):
+            if context.depth is None and self._due(context, len(contexts)):
                 budgets[i] = limits[i]
         self.resting = due and not any(budgets) and not self._drafted
         self.resting = self.resting and (held or self.step % self.tuning.wait_steps != 0)
@@ -215,9 +213,9 @@ class DraftPolicy(Controller):
         model = self._requests[context.id].model
         return math.inf if model is None or model.trial else model.value - covered * model.gain
 
-    def searches(self, context: Context) -> bool:
-        """Returns whether the sources that copy text are searched for a request in this step."""
-        return self._request(context).searched_at(self.step) and self._affords_search()
+    def searches(self, context: Context, batch: int) -> bool:
+        """Returns whether the sources that copy text are searched for a request, in a step of ``batch`` requests."""
+        return self._request(context).searched_at(self.step) and self._affords_search(batch)
 
     def keep(self, weights: Sequence[float], budget: int, batch: int) -> tuple[list[int], float]:
         """Returns the nodes of a merged draft that are verified, the best first, and their expected net tokens.
@@ -414,7 +412,7 @@ class DraftPolicy(Controller):
             state = self._requests[context.id] = RequestDrafts(search_values=searched, failures=failures)
         return state
 
-    def _due(self, context: Context) -> bool:
+    def _due(self, context: Context, batch: int) -> bool:
         """Returns whether any source may draft for a request in this step, after reading its new tokens."""
         state = self._request(context)
         model = state.model
@@ -422,7 +420,7 @@ class DraftPolicy(Controller):
             state.repetition.update(context.tokens)
         if model is not None and (model.length > 0 or model.until <= self.step):
             return True
-        return state.searched_at(self.step) and self._affords_search()
+        return state.searched_at(self.step) and self._affords_search(batch)
 
     def _tokens_in(self, seconds: float, batch: int) -> float:
         """Returns the number of tokens that plain decoding of ``batch`` requests yields in ``seconds``."""
@@ -460,10 +458,10 @@ class DraftPolicy(Controller):
         """Returns the seconds that the step may lose."""
         return self.ledger.cap(self.costs, batch) if self.ledger else math.inf
 
-    def _affords_search(self) -> bool:
-        """Returns whether the step may lose what a search takes, and a draft of what it finds."""
-        worst = self._prices(self._batch)[0][: self.tuning.trial_tokens + 1][-1]
-        return self._allowed(self._batch) > self.costs.search_seconds + worst
+    def _affords_search(self, batch: int) -> bool:
+        """Returns whether a step may lose what a search takes, and a draft of what it finds."""
+        worst = self._prices(batch)[0][: self.tuning.trial_tokens + 1][-1]
+        return self._allowed(batch) > self.costs.search_seconds + worst
 
     def _prices(self, batch: int) -> tuple[list[float], list[float]]:
         """Returns the seconds of 0, 1, ... further rows for each request of a step, and their price in tokens."""

@@ -173,7 +173,7 @@ class Union(Proposer):
     def _copy(self, requests: Sequence[Merge], batch: int) -> None:
         """Merges the drafts of the sources that copy text."""
         contexts = [request.context for request in requests]
-        searched = [c.depth is not None or self.policy.searches(c) for c in contexts]
+        searched = [c.depth is not None or self.policy.searches(c, batch) for c in contexts]
         if not any(searched):
             return
         budgets = [request.limit if due else 0 for request, due in zip(requests, searched, strict=True)]
