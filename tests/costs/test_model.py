@@ -70,6 +70,17 @@ def test_displaced_caches_are_noticed_without_a_warm_up():
     assert costs.plain_seconds(1) == pytest.approx(0.030, rel=0.1)
 
 
+def test_prefill_of_others_keeps_no_request_from_drafting():
+    costs, plain = learned(1, 3), 0
+    for number in range(2000):
+        due = costs.plain_due(1)
+        plain += due and number > 500
+        draft, position = Draft.chain([0] * (0 if due else 2)), 5 * (number % 8 > 0)
+        timings = Timings(0.002, 0.030, 0.0, 0.0, 1)
+        costs.observe([StepOutput(0, position, draft, Verdict((), 0), (0, 0), timings, budget=len(draft))])
+    assert plain < 0.1 * 1500
+
+
 @pytest.mark.parametrize(("tokens", "most"), [(1, 0.4), (2, 0.1), (4, 0.05)])
 def test_plain_steps_are_timed_in_a_small_share_of_the_steps(tokens: int, most: float):
     costs, plain = CostModel(), 0

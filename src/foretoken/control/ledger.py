@@ -10,8 +10,8 @@ from foretoken.costs.model import CostModel
 class Ledger:
     """Seconds that drafting may still lose.
 
-    A step with drafts is charged its seconds, less those in which plain decoding would have given the same tokens; a
-    search in vain is charged its own, and the end of drafting what displaced caches cost the next plain steps.
+    A step with drafts is charged its seconds, less those in which plain decoding would have given the same tokens. A
+    search in vain is charged its time, and the first step after drafts what displaced caches add to the next steps.
     Losses are taken from the allowance, a small share of all time, and from earlier gains up to a limit. A step may
     draft only as much as would not overdraw the balance if every draft token were rejected. So a sequence takes at most
     the allowance longer, whatever the proposer does. Requests that ask for a draft length have it, and are not charged.

@@ -56,7 +56,7 @@ class Repetition:
     """Notices when a sequence repeats itself, for a look at a bit map per token (a Bloom filter of 2 to 4 bytes each).
 
     now: Whether the last tokens occurred before; wrongly so in a few per cent of cases.
-    began: Whether a passage did that is as long as few are by chance, and just became so long.
+    began: Whether the tokens that occurred before just became ``_PASSAGE`` in a row.
     """
 
     _LENGTH, _PASSAGE, _BITS_PER_TOKEN = 3, 6, 16

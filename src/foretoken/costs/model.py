@@ -195,8 +195,9 @@ class CostModel:
         if self._plain.weight_of(batch) < enough and self._plain.weight_near(batch, batch // 8) < enough:
             return True
         every, steps = self._plain_every, tuning.settle_steps
-        settles = self.displacement.passes > 0 and self._since_settled >= steps * every * self.displacement.certainty
-        return settles or self._since_plain >= every
+        late = self._since_settled - steps * every * self.displacement.certainty
+        # Where others' prefill keeps the caches from settling, drafts do not wait for it.
+        return (self.displacement.passes > 0 and 0 <= late < 2 * steps) or self._since_plain >= every
 
     @property
     def _plain_every(self) -> float:

@@ -109,8 +109,7 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
     """
     sweep = [depth for depth in (*_COARSE, *_FINE) if depth <= max_tokens]
     emitted, settling = sum(depth + 1 for depth in sweep), [0] * costs.tuning.settle_steps
-    space = target.max_length - max_tokens - 1 - sum(_FIRST) - len(_FIRST)
-    space -= len(settling)
+    space = target.max_length - max_tokens - 1 - sum(_FIRST) - len(_FIRST) - len(settling)
     sweeps = min(_SWEEPS, (space - 32) // emitted)
     if sweeps < 1 or not max_tokens:
         return
